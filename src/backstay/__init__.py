@@ -1,0 +1,50 @@
+"""Backstay: asynchronous distributed checkpoints for PyTorch that cost the training loop milliseconds.
+
+Names are imported on first use, so that tools which only look at checkpoints, and the writer process, never load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backstay.catalog import Catalog as Catalog
+    from backstay.checkpointer import Checkpointer as Checkpointer
+    from backstay.checkpointer import PendingCheckpoint as PendingCheckpoint
+    from backstay.load.restore import restore as restore
+    from backstay.policies import RetentionPolicy as RetentionPolicy
+    from backstay.policies import SavePolicy as SavePolicy
+    from backstay.state import PerRank as PerRank
+    from backstay.state import TrainState as TrainState
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Catalog": "backstay.catalog",
+    "Checkpointer": "backstay.checkpointer",
+    "PendingCheckpoint": "backstay.checkpointer",
+    "PerRank": "backstay.state",
+    "RetentionPolicy": "backstay.policies",
+    "SavePolicy": "backstay.policies",
+    "TrainState": "backstay.state",
+    "restore": "backstay.load.restore",
+}
+__all__ = [  # noqa: PLE0604
+    "Catalog",
+    "Checkpointer",
+    "PendingCheckpoint",
+    "PerRank",
+    "RetentionPolicy",
+    "SavePolicy",
+    "TrainState",
+    "restore",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'backstay' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

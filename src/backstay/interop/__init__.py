@@ -1,0 +1,1 @@
+"""Backstay beside other formats and frameworks."""

@@ -1,0 +1,1 @@
+"""The way out: train state -> file image -> checkpoint. Internal; `backstay` is the API."""

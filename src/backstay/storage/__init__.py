@@ -1,0 +1,1 @@
+"""Where bytes live. Internal; `backstay` is the API."""
