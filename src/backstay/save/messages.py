@@ -17,7 +17,9 @@ class WriterConfig:
     """All that a writer process is told on its command line (as JSON).
 
     Attributes:
-        socket_fd: the writer's end of the socket pair.
+        socket_fd: the writer's end of the socket pair; `WriterProcess` fills it in, and the next two.
+        trainer_pidfd: becomes readable when the trainer ends; -1 where the system has no such thing.
+        trainer_pid: the trainer's process id.
         root: absolute path of the checkpoint root.
         rank, world_size: of the trainer it serves.
         run_id: goes into manifests.
@@ -30,7 +32,9 @@ class WriterConfig:
         actions: `points.dump()` of the trainer.
     """
 
-    socket_fd: int
+    socket_fd: int = -1
+    trainer_pidfd: int = -1
+    trainer_pid: int = 0
     root: str
     rank: int
     world_size: int
@@ -82,7 +86,7 @@ class FileSource:
         num_bytes: exact size of the file.
         link_from: path below the root of a committed file with this content; then nothing is written but a hard link made
             (a copy where links are impossible), and `record` says what it holds.
-        record: see `link_from`.
+        record: see `link_from`; None there means as the manifest of the linked checkpoint says (keeps the message small).
     """
 
     path: str
