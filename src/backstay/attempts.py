@@ -5,7 +5,6 @@ drops that lock however the writer ends, so liveness needs no heartbeat. What a 
 `rank-K.done`, `rank-K.failed`, and rank 0's `committed`. No torch here.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Literal
 
 from backstay.errors import CorruptCheckpoint
 from backstay.manifest import MANIFEST_NAME, FileRecord, Manifest
+from backstay.storage.local import put_file
 
 ATTEMPTS_DIR = ".attempts"
 COMMITTED_NAME = "committed"
@@ -132,37 +132,6 @@ def host_identity() -> str:
 # Records --------------------------------------------------------------------------------------------------------------
 
 
-def put_file(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all, and durably."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            written = 0
-            while written < len(data):
-                written += os.write(fd, data[written:])
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory durable; file systems that know no such thing are believed."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(fd)
-
-
 def put_done(root: Path, attempt: str, record: DoneRecord) -> None:
     """Say that this rank's part is durable."""
     path = attempt_dir(root, attempt) / f"rank-{record.rank:05d}.done"
@@ -219,10 +188,12 @@ def record_failure(root: str | Path, attempt: str, *, step: int, rank: int, kind
         the others; `await_outcome` tells it. "failed": the failure is recorded (or could not be, then the others notice the dead writer's lock).
     """
     root = Path(root)
-    if is_committed(root, attempt, step):
-        return "committed"
     directory = attempt_dir(root, attempt)
-    # Rank 0's writer alone commits; when it is gone its done record settles nothing.
+    if (directory / COMMITTED_NAME).exists():
+        return "committed"
+    # Rank 0's writer alone commits. Without it the final directory tells; while it lives, that name may be taken back.
+    if rank == 0 and is_committed(root, attempt, step):
+        return "committed"
     if rank != 0 and (directory / f"rank-{rank:05d}.done").exists():
         return "written"
     try:

@@ -13,9 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,9 +22,9 @@ import xxhash
 
 import backstay
 from backstay.errors import WriterDied
+from backstay.save.channel import SEND_LIMIT_S, send_datagram
 from backstay.save.messages import MAX_BYTES, Close, Message, WriterConfig, decode, encode
 
-SEND_LIMIT_S = 5.0
 # The child ends by itself right after it closed its socket; a child that does not is stuck in an exiting kernel call.
 EXIT_LIMIT_S = 10.0
 # No site (-S): .pth files of unrelated packages would run and cost memory. Paths go behind the standard library, so that a backport
@@ -243,28 +241,6 @@ def receive(child: Child) -> bytes | None:
                 return None
         except OSError:
             return None
-
-
-def send_datagram(sock: socket.socket, data: bytes, fds: Sequence[int], *, limit_s: float) -> None:
-    """Send on a non-blocking socket, waiting for room at most `limit_s` seconds.
-
-    Raises:
-        TimeoutError: there was no room in time.
-        OSError: the other end is closed.
-    """
-    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-    deadline = time.monotonic() + limit_s
-    poll = select.poll()
-    poll.register(sock, select.POLLOUT)
-    while True:
-        try:
-            sock.sendmsg([data], beside, socket.MSG_NOSIGNAL)
-            return
-        except BlockingIOError:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"no room to send for {limit_s} s") from None
-            poll.poll(left_s * 1000)
 
 
 # A forked child (a data-loading worker) would keep the trainer's end open and hide the trainer's death from the writer.
