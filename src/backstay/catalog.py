@@ -5,7 +5,7 @@ Everything is read anew at each call: a training run may commit and prune meanwh
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,13 @@ class LiveAttempt:
     ranks: tuple[int, ...]
 
 
+# Inside `Catalog` the name `list` is its method.
+Entries = list[Entry]
+Skips = list[Skipped]
+Incompletes = list[Incomplete]
+LiveAttempts = list[LiveAttempt]
+
+
 class Catalog:
     """The checkpoints under `root`, which need not exist."""
 
@@ -75,14 +82,14 @@ class Catalog:
     def __repr__(self) -> str:
         return f"Catalog({str(self.root)!r})"
 
-    def list(self) -> "list[Entry]":
+    def list(self) -> Entries:
         """The committed checkpoints with a readable manifest, by step, ascending."""
         return self.scan()[0]
 
-    def scan(self) -> "tuple[list[Entry], list[Skipped]]":
+    def scan(self) -> tuple[Entries, Skips]:
         """The committed checkpoints, and the directories that have the name of one but cannot be used; both ascending."""
-        entries: list[Entry] = []
-        skipped: list[Skipped] = []
+        entries: Entries = []
+        skipped: Skips = []
         for step, path in sorted(self._candidates()):
             try:
                 entries.append(self._read_entry(step, path))
@@ -113,11 +120,11 @@ class Catalog:
         """The newest checkpoint that is whole by size; what had to be skipped is logged with the reason."""
         return self.walk_back()[0]
 
-    def walk_back(self, verify: str = "size") -> "tuple[Entry | None, list[Skipped]]":
+    def walk_back(self, verify: str = "size") -> tuple[Entry | None, Skips]:
         """The newest whole checkpoint, and the newer ones that are not, newest first, with the reason (logged as well)."""
         entries, skipped = self.scan()
-        by_step: list[Entry | Skipped] = sorted([*entries, *skipped], key=lambda one: one.step, reverse=True)
-        passed: list[Skipped] = []
+        by_step: Sequence[Entry | Skipped] = sorted([*entries, *skipped], key=lambda one: one.step, reverse=True)
+        passed: Skips = []
         for one in by_step:
             if isinstance(one, Entry):
                 problems = one.problems(verify)
@@ -128,7 +135,7 @@ class Catalog:
             passed.append(one)
         return None, passed
 
-    def incomplete(self) -> "list[Incomplete]":
+    def incomplete(self) -> Incompletes:
         """Attempts that left a directory but no checkpoint, by step."""
         found = [leftover for name in self._names() if (leftover := parse_leftover(name)) is not None]
         return sorted(
@@ -145,7 +152,7 @@ class Catalog:
             key=lambda one: (one.step, one.attempt),
         )
 
-    def find_live_attempts(self) -> "list[LiveAttempt]":
+    def find_live_attempts(self) -> LiveAttempts:
         """Attempts whose locks are held by live writers, by step: a restore may wait for them to be committed."""
         live = []
         for attempt in list_attempts(self.root):
@@ -155,13 +162,13 @@ class Catalog:
                 live.append(LiveAttempt(attempt=attempt, step=held[0].step, ranks=ranks))
         return sorted(live, key=lambda one: one.step)
 
-    def _names(self) -> "list[str]":
+    def _names(self) -> Sequence[str]:
         try:
             return os.listdir(self.root)
         except FileNotFoundError:
             return []
 
-    def _candidates(self) -> "list[tuple[int, Path]]":
+    def _candidates(self) -> Sequence[tuple[int, Path]]:
         return [(step, self.root / name) for name in self._names() if (step := parse_step(name)) is not None]
 
     def _read_entry(self, step: int, path: Path) -> Entry:
@@ -179,7 +186,7 @@ class Catalog:
         return Entry(step=manifest.step, path=path, manifest=manifest)
 
 
-def shorten(problems: "list[str]") -> str:
+def shorten(problems: Sequence[str]) -> str:
     """A few problems in one line, however many there are."""
     shown = "; ".join(problems[:3])
     return shown if len(problems) <= 3 else f"{shown}; and {len(problems) - 3} more"
