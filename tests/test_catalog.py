@@ -26,7 +26,9 @@ def add(root: Path, step: int, *, name: str | None = None) -> Path:
         chunk_hashes=(xxhash.xxh3_64_hexdigest(DATA),),
         role="trainable",
     )
-    manifest = Manifest(step=step, run_id="r", attempt="0000000a-0001", world_size=1, created=0.0, files=(record,))
+    manifest = Manifest(
+        step=step, run_id="r", attempt="0000000a-0001", world_size=1, created=0.0, files=(record,)
+    )
     (path / "manifest.json").write_bytes(manifest.to_json())
     return path
 
@@ -115,7 +117,9 @@ def test_incomplete_and_foreign_directories_are_no_checkpoints(tmp_path: Path) -
     catalog = Catalog(tmp_path)
     assert [entry.step for entry in catalog.scan()[0]] == [1]
     assert catalog.scan()[1] == []
-    assert [(one.step, one.attempt, one.is_live) for one in catalog.incomplete()] == [(2, "0000000a-0002", False)]
+    assert [(one.step, one.attempt, one.is_live) for one in catalog.incomplete()] == [
+        (2, "0000000a-0002", False)
+    ]
 
 
 def test_links_out_of_the_root_are_refused(tmp_path: Path) -> None:

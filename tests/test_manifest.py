@@ -9,7 +9,13 @@ from backstay.manifest import FileRecord, Manifest
 
 
 def record(**changes: object) -> FileRecord:
-    fields = {"path": "weights/a", "num_bytes": 5000, "chunk_bytes": 4096, "chunk_hashes": ("0" * 16, "1" * 16), "role": "rng"}
+    fields = {
+        "path": "weights/a",
+        "num_bytes": 5000,
+        "chunk_bytes": 4096,
+        "chunk_hashes": ("0" * 16, "1" * 16),
+        "role": "rng",
+    }
     return FileRecord(**(fields | changes))  # type: ignore[arg-type]
 
 
@@ -34,7 +40,9 @@ def test_a_manifest_comes_back_from_its_json() -> None:
     assert example().num_bytes == 5000
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"schema": 1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"schema": 1}', b"[" * 100_000]
+)
 def test_what_is_not_a_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="here"):
         Manifest.from_json(data, source="here")

@@ -9,7 +9,14 @@ from backstay.policies import RetentionPolicy, SavePolicy
 
 def manifest(step: int, *, tags: tuple[str, ...] = (), **metrics: float) -> Manifest:
     return Manifest(
-        step=step, run_id="r", attempt="0000000a-0001", world_size=1, created=0.0, files=(), metrics=metrics, tags=tags
+        step=step,
+        run_id="r",
+        attempt="0000000a-0001",
+        world_size=1,
+        created=0.0,
+        files=(),
+        metrics=metrics,
+        tags=tags,
     )
 
 
@@ -23,15 +30,24 @@ def test_the_newest_stay_whatever_the_order_given() -> None:
 
 
 def test_multiples_stay_for_ever() -> None:
-    found = RetentionPolicy(last=1, every_steps=4).select_expired([manifest(step) for step in range(1, 10)])
+    found = RetentionPolicy(last=1, every_steps=4).select_expired(
+        [manifest(step) for step in range(1, 10)]
+    )
     assert found == [1, 2, 3, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("mode", "expired"), [("min", [1, 3]), ("max", [1, 2])])
 def test_the_best_by_a_metric_stay(mode: str, expired: list[int]) -> None:
     """P23: best and last are not mixed up."""
-    shelf = [manifest(1, loss=2.0), manifest(2, loss=1.0), manifest(3, loss=3.0), manifest(4, loss=2.5)]
-    assert RetentionPolicy(last=1, best=1, metric="loss", mode=mode).select_expired(shelf) == expired
+    shelf = [
+        manifest(1, loss=2.0),
+        manifest(2, loss=1.0),
+        manifest(3, loss=3.0),
+        manifest(4, loss=2.5),
+    ]
+    assert (
+        RetentionPolicy(last=1, best=1, metric="loss", mode=mode).select_expired(shelf) == expired
+    )
 
 
 def test_nan_and_absent_metrics_are_never_best() -> None:
@@ -50,13 +66,17 @@ def test_tagged_ones_stay_unless_told_otherwise() -> None:
     assert RetentionPolicy(last=1, keep_tagged=False).select_expired(shelf) == [1, 2]
 
 
-@pytest.mark.parametrize("fields", [{"last": 0}, {"best": 1}, {"metric": "loss"}, {"mode": "best"}, {"every_steps": -1}])
+@pytest.mark.parametrize(
+    "fields", [{"last": 0}, {"best": 1}, {"metric": "loss"}, {"mode": "best"}, {"every_steps": -1}]
+)
 def test_senseless_retention_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         RetentionPolicy(**fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fields", [{"every_steps": 0}, {"every_s": 0.0}, {"every_s": float("nan")}])
+@pytest.mark.parametrize(
+    "fields", [{"every_steps": 0}, {"every_s": 0.0}, {"every_s": float("nan")}]
+)
 def test_senseless_save_policies_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
         SavePolicy(**fields)  # type: ignore[arg-type]

@@ -141,7 +141,10 @@ def put_done(root: Path, attempt: str, record: DoneRecord) -> None:
 def read_done(root: Path, attempt: str, rank: int) -> DoneRecord:
     """What a rank wrote."""
     fields = json.loads((attempt_dir(root, attempt) / f"rank-{rank:05d}.done").read_bytes())
-    files = tuple(FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])})) for file in fields.pop("files"))
+    files = tuple(
+        FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])}))
+        for file in fields.pop("files")
+    )
     return DoneRecord(files=files, **fields)
 
 
@@ -154,7 +157,9 @@ def put_failed(root: Path, attempt: str, rank: int, failure: Failure) -> None:
 def read_failure(root: Path, attempt: str) -> Failure | None:
     """The failure of an attempt as told by the lowest rank that recorded one."""
     for rank in sorted(recorded_ranks(root, attempt, "failed")):
-        return Failure(**json.loads((attempt_dir(root, attempt) / f"rank-{rank:05d}.failed").read_bytes()))
+        return Failure(
+            **json.loads((attempt_dir(root, attempt) / f"rank-{rank:05d}.failed").read_bytes())
+        )
     return None
 
 
@@ -180,7 +185,9 @@ def is_committed(root: Path, attempt: str, step: int) -> bool:
         return False
 
 
-def record_failure(root: str | Path, attempt: str, *, step: int, rank: int, kind: str, cause: str) -> Fate:
+def record_failure(
+    root: str | Path, attempt: str, *, step: int, rank: int, kind: str, cause: str
+) -> Fate:
     """On behalf of a rank whose writer is gone, say that it failed, unless it had done its part.
 
     Returns:
@@ -214,7 +221,9 @@ def hold_lock(root: Path, attempt: str, *, rank: int, step: int) -> int:
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, json.dumps({"host": host_identity(), "pid": os.getpid(), "step": step}).encode())
+        os.write(
+            fd, json.dumps({"host": host_identity(), "pid": os.getpid(), "step": step}).encode()
+        )
         os.replace(draft, directory / f"rank-{rank:05d}.lock")
     except OSError:
         os.close(fd)
@@ -226,7 +235,9 @@ def hold_lock(root: Path, attempt: str, *, rank: int, step: int) -> int:
 def read_lock(root: Path, attempt: str, rank: int) -> Lock | None:
     """State of a rank's lock; None if there is none."""
     try:
-        fd = os.open(attempt_dir(root, attempt) / f"rank-{rank:05d}.lock", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(
+            attempt_dir(root, attempt) / f"rank-{rank:05d}.lock", os.O_RDONLY | os.O_CLOEXEC
+        )
     except FileNotFoundError:
         return None
     try:

@@ -34,8 +34,14 @@ class Entry:
         """
         if verify not in ("size", "full"):
             raise InvalidArgument(f"verify={verify!r}: expected 'size' or 'full'")
-        check: Callable[[Path, FileRecord], str | None] = find_size_problem if verify == "size" else find_hash_problem
-        return [problem for file in self.manifest.files if (problem := check(self.path, file)) is not None]
+        check: Callable[[Path, FileRecord], str | None] = (
+            find_size_problem if verify == "size" else find_hash_problem
+        )
+        return [
+            problem
+            for file in self.manifest.files
+            if (problem := check(self.path, file)) is not None
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +120,9 @@ class Catalog:
             if bad.step == step:
                 raise CorruptCheckpoint(f"step {step}: {bad.reason}")
         there = ", ".join(str(entry.step) for entry in entries) or "none"
-        raise CheckpointNotFound(f"no committed checkpoint of step {step} under {self.root}; steps there: {there}")
+        raise CheckpointNotFound(
+            f"no committed checkpoint of step {step} under {self.root}; steps there: {there}"
+        )
 
     def latest(self) -> Entry | None:
         """The newest checkpoint that is whole by size; what had to be skipped is logged with the reason."""
@@ -123,7 +131,9 @@ class Catalog:
     def walk_back(self, verify: str = "size") -> tuple[Entry | None, Skips]:
         """The newest whole checkpoint, and the newer ones that are not, newest first, with the reason (logged as well)."""
         entries, skipped = self.scan()
-        by_step: Sequence[Entry | Skipped] = sorted([*entries, *skipped], key=lambda one: one.step, reverse=True)
+        by_step: Sequence[Entry | Skipped] = sorted(
+            [*entries, *skipped], key=lambda one: one.step, reverse=True
+        )
         passed: Skips = []
         for one in by_step:
             if isinstance(one, Entry):
@@ -137,7 +147,9 @@ class Catalog:
 
     def incomplete(self) -> Incompletes:
         """Attempts that left a directory but no checkpoint, by step."""
-        found = [leftover for name in self._names() if (leftover := parse_leftover(name)) is not None]
+        found = [
+            leftover for name in self._names() if (leftover := parse_leftover(name)) is not None
+        ]
         return sorted(
             (
                 Incomplete(
@@ -169,7 +181,11 @@ class Catalog:
             return []
 
     def _candidates(self) -> Sequence[tuple[int, Path]]:
-        return [(step, self.root / name) for name in self._names() if (step := parse_step(name)) is not None]
+        return [
+            (step, self.root / name)
+            for name in self._names()
+            if (step := parse_step(name)) is not None
+        ]
 
     def _read_entry(self, step: int, path: Path) -> Entry:
         if not path.resolve().is_relative_to(self.root.resolve()):
@@ -179,7 +195,9 @@ class Catalog:
         except FileNotFoundError:
             if not path.is_dir():
                 raise CheckpointNotFound(f"{path} was removed") from None
-            raise CorruptCheckpoint(f"{path} has no {MANIFEST_NAME}: it was never committed, or was damaged") from None
+            raise CorruptCheckpoint(
+                f"{path} has no {MANIFEST_NAME}: it was never committed, or was damaged"
+            ) from None
         manifest = Manifest.from_json(data, source=str(path / MANIFEST_NAME))
         if manifest.step != step:
             raise CorruptCheckpoint(f"{path} holds step {manifest.step}: the directory was renamed")
@@ -201,7 +219,11 @@ def find_size_problem(directory: Path, file: FileRecord) -> str | None:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
         return f"{file.path} is missing"
-    return None if size == file.num_bytes else f"{file.path} has {size} bytes, expected {file.num_bytes}"
+    return (
+        None
+        if size == file.num_bytes
+        else f"{file.path} has {size} bytes, expected {file.num_bytes}"
+    )
 
 
 def find_hash_problem(directory: Path, file: FileRecord) -> str | None:

@@ -111,12 +111,27 @@ class FakeTrainer:
         manifest, metadata, rng = json.dumps(fields).encode(), b"metadata", b"rng"
         side = make_memfd(*[part.ljust(PAGE, b"\0") for part in (manifest, metadata, rng)])
         files = (
-            FileSource(path=f"weights/__{self.rank}_0.distcp", role="trainable", image_id=0, num_bytes=len(data)),
-            FileSource(path=f"rng/rank-{self.rank:05d}.safetensors", role="rng", offset=2 * PAGE, num_bytes=len(rng)),
+            FileSource(
+                path=f"weights/__{self.rank}_0.distcp",
+                role="trainable",
+                image_id=0,
+                num_bytes=len(data),
+            ),
+            FileSource(
+                path=f"rng/rank-{self.rank:05d}.safetensors",
+                role="rng",
+                offset=2 * PAGE,
+                num_bytes=len(rng),
+            ),
         )
-        source = FileSource(path="weights/.metadata", role="metadata", offset=PAGE, num_bytes=len(metadata))
+        source = FileSource(
+            path="weights/.metadata", role="metadata", offset=PAGE, num_bytes=len(metadata)
+        )
         commit = CommitRequest(
-            manifest_offset=0, manifest_bytes=len(manifest), metadata=(source,), events={"blocked_s": 0.5}
+            manifest_offset=0,
+            manifest_bytes=len(manifest),
+            metadata=(source,),
+            events={"blocked_s": 0.5},
         )
         message = SubmitSave(
             attempt=attempt,
@@ -165,7 +180,9 @@ def make_memfd(*parts: bytes) -> int:
 
 def main(root: str, mode: str, actions: str) -> None:
     """Be a trainer that begins (and, if `mode` is "submit", submits) a save, says so, and then waits to be killed."""
-    trainer = FakeTrainer(Path(root), actions=tuple(Action(**fields) for fields in json.loads(actions)))
+    trainer = FakeTrainer(
+        Path(root), actions=tuple(Action(**fields) for fields in json.loads(actions))
+    )
     # A worker that lives on with copies of all descriptors; not os.fork, after which Backstay lets go of them.
     if mode == "forked" and ctypes.CDLL(None).fork() == 0:
         time.sleep(LIMIT_S)

@@ -39,7 +39,9 @@ POINTS_BEFORE_COMMIT = (
 
 
 @pytest.mark.parametrize("point", POINTS_BEFORE_COMMIT)
-def test_an_error_anywhere_fails_the_save_and_leaves_nothing(make_trainer: Make, root: Path, point: str) -> None:
+def test_an_error_anywhere_fails_the_save_and_leaves_nothing(
+    make_trainer: Make, root: Path, point: str
+) -> None:
     """P11, P19: the error is reported with its cause, no checkpoint and no partial directory stays, the next save works."""
     trainer = make_trainer(actions=(Action(point=point, kind="raise", nth=1),))
     outcome = trainer.save(1)
@@ -51,7 +53,9 @@ def test_an_error_anywhere_fails_the_save_and_leaves_nothing(make_trainer: Make,
 
 
 @pytest.mark.parametrize("point", ["write.create", "write.last_chunk", "write.done_record"])
-def test_an_error_on_one_rank_fails_the_save_on_all(make_trainer: Make, root: Path, point: str) -> None:
+def test_an_error_on_one_rank_fails_the_save_on_all(
+    make_trainer: Make, root: Path, point: str
+) -> None:
     actions = (Action(point=point, kind="raise", rank=1, errno_name="ENOSPC"),)
     ranks = [make_trainer(rank=rank, world_size=2, actions=actions) for rank in range(2)]
     for one in ranks:
@@ -66,7 +70,10 @@ def tiny_root(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "tiny"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "backstay-test", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("mounting a tmpfs is not permitted here")
     yield path / "run"
     subprocess.run(["umount", str(path)], check=True)
@@ -111,7 +118,9 @@ def test_an_existing_step_is_not_overwritten(trainer: FakeTrainer, root: Path) -
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "short file", "lost file"])
-def test_a_damaged_directory_of_that_step_is_set_aside(trainer: FakeTrainer, root: Path, damage: str) -> None:
+def test_a_damaged_directory_of_that_step_is_set_aside(
+    trainer: FakeTrainer, root: Path, damage: str
+) -> None:
     trainer.save(1)
     path = root / "step-00000001"
     if damage == "no manifest":
@@ -158,28 +167,40 @@ def test_an_attempt_whose_directory_vanishes_fails(make_trainer: Make, root: Pat
 def test_an_unchanged_file_is_linked_not_written(trainer: FakeTrainer, root: Path) -> None:
     trainer.save(1)
     source = FileSource(
-        path="weights/__0_1.distcp", role="frozen", num_bytes=10_000, link_from="step-00000001/weights/__0_0.distcp"
+        path="weights/__0_1.distcp",
+        role="frozen",
+        num_bytes=10_000,
+        link_from="step-00000001/weights/__0_0.distcp",
     )
     assert isinstance(trainer.save(2, content(2), extra_files=(source,)), Committed)
     entry = Catalog(root).get(2)
-    assert (entry.path / "weights/__0_1.distcp").samefile(root / "step-00000001/weights/__0_0.distcp")
+    assert (entry.path / "weights/__0_1.distcp").samefile(
+        root / "step-00000001/weights/__0_0.distcp"
+    )
     assert entry.problems("full") == []
 
 
 def test_a_link_to_something_else_than_expected_fails_the_save(trainer: FakeTrainer) -> None:
     trainer.save(1)
     source = FileSource(
-        path="weights/__0_1.distcp", role="frozen", num_bytes=9_999, link_from="step-00000001/weights/__0_0.distcp"
+        path="weights/__0_1.distcp",
+        role="frozen",
+        num_bytes=9_999,
+        link_from="step-00000001/weights/__0_0.distcp",
     )
     outcome = trainer.save(2, content(2), extra_files=(source,))
     assert isinstance(outcome, Failed)
     assert "10000 bytes" in outcome.cause
 
 
-def test_write_slots_let_one_writer_of_a_node_write_at_a_time(make_trainer: Make, tmp_path: Path) -> None:
+def test_write_slots_let_one_writer_of_a_node_write_at_a_time(
+    make_trainer: Make, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     held = Action(point="write.first_chunk", kind="hold", rank=0, path=str(gate), seconds=20)
-    ranks = [make_trainer(rank=rank, world_size=2, write_slots=1, actions=(held,)) for rank in range(2)]
+    ranks = [
+        make_trainer(rank=rank, world_size=2, write_slots=1, actions=(held,)) for rank in range(2)
+    ]
     attempt = ranks[0].begin(5)
     ranks[0].submit(attempt, 5, content(0))
     wait_until(Path(f"{gate}.reached").exists)
@@ -232,7 +253,9 @@ def test_a_lock_is_seen_held_then_free(root: Path) -> None:
 
 def test_a_dead_writer_that_had_done_its_part_is_no_failure(root: Path) -> None:
     (root / ".attempts" / ATTEMPT).mkdir(parents=True)
-    record = DoneRecord(rank=1, host="h", files=(), seconds=0, hash_seconds=0, cpu_seconds=0, direct=True)
+    record = DoneRecord(
+        rank=1, host="h", files=(), seconds=0, hash_seconds=0, cpu_seconds=0, direct=True
+    )
     put_done(root, ATTEMPT, record)
     assert record_failure(root, ATTEMPT, step=1, rank=1, kind="WriterDied", cause="?") == "written"
     assert record_failure(root, ATTEMPT, step=1, rank=2, kind="WriterDied", cause="?") == "failed"

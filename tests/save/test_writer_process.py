@@ -23,9 +23,17 @@ from backstay.save.messages import AbandonSave, Close, Committed, Failed, Writte
 Make = Callable[..., FakeTrainer]
 
 
-def start_trainer(root: Path, mode: str, actions: tuple[Action, ...] = ()) -> tuple[subprocess.Popen[str], int]:
+def start_trainer(
+    root: Path, mode: str, actions: tuple[Action, ...] = ()
+) -> tuple[subprocess.Popen[str], int]:
     """A trainer process to be killed, and its writer's pid."""
-    command = [sys.executable, fake_trainer.__file__, str(root), mode, json.dumps([asdict(one) for one in actions])]
+    command = [
+        sys.executable,
+        fake_trainer.__file__,
+        str(root),
+        mode,
+        json.dumps([asdict(one) for one in actions]),
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
@@ -77,8 +85,15 @@ def test_close_leaves_nothing_but_checkpoints(trainer: FakeTrainer, root: Path) 
 
 
 def test_unchanged_weights_are_reported(trainer: FakeTrainer) -> None:
-    outcomes = [trainer.save(step, data) for step, data in ((1, content(1)), (2, content(1)), (3, content(3)))]
-    assert [outcome.unchanged for outcome in outcomes if isinstance(outcome, Committed)] == [False, True, False]
+    outcomes = [
+        trainer.save(step, data)
+        for step, data in ((1, content(1)), (2, content(1)), (3, content(3)))
+    ]
+    assert [outcome.unchanged for outcome in outcomes if isinstance(outcome, Committed)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_writer_stays_small(make_trainer: Make) -> None:
@@ -93,13 +108,17 @@ def test_a_writer_stays_small(make_trainer: Make) -> None:
 def test_the_writer_loads_neither_torch_nor_numpy() -> None:
     code = "import sys, backstay.save.writer_main, backstay.catalog; print({'torch', 'numpy', 'logging'} & {*sys.modules})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert found.stdout.strip() == "{'logging'}"
 
 
 def test_a_staged_save_survives_its_trainer(root: Path) -> None:
     """SIGKILL after the submission; the checkpoint is committed, and its event written, all the same."""
-    process, writer_pid = start_trainer(root, "submit", (hold("writer.received", root.parent / "gate"),))
+    process, writer_pid = start_trainer(
+        root, "submit", (hold("writer.received", root.parent / "gate"),)
+    )
     wait_until((root.parent / "gate.reached").exists)
     kill(process)
     (root.parent / "gate").touch()
@@ -130,7 +149,9 @@ def test_signals_of_a_launcher_do_not_end_a_writer(trainer: FakeTrainer) -> None
     assert os.getsid(trainer.writer.pid) == trainer.writer.pid
 
 
-def test_a_writer_that_is_killed_is_noticed_and_can_be_replaced(make_trainer: Make, root: Path) -> None:
+def test_a_writer_that_is_killed_is_noticed_and_can_be_replaced(
+    make_trainer: Make, root: Path
+) -> None:
     trainer = make_trainer(actions=(Action(point="write.done_record", kind="kill"),))
     attempt = trainer.begin(1)
     trainer.submit(attempt, 1, content(1))
@@ -139,7 +160,9 @@ def test_a_writer_that_is_killed_is_noticed_and_can_be_replaced(make_trainer: Ma
         trainer.writer.send(Close())
     fate = record_failure(root, attempt, step=1, rank=0, kind="WriterDied", cause="it was killed")
     assert fate == "failed"
-    trainer.writer.config = fake_trainer.WriterConfig(**(asdict(trainer.writer.config) | {"actions": "[]"}))
+    trainer.writer.config = fake_trainer.WriterConfig(
+        **(asdict(trainer.writer.config) | {"actions": "[]"})
+    )
     trainer.writer.restart()
     assert isinstance(trainer.save(1), Committed)
 
@@ -164,14 +187,19 @@ def test_the_death_of_rank_0s_writer_fails_the_save_on_the_others(make_trainer: 
     assert (outcome.rank, outcome.kind) == (0, "WriterDied")
 
 
-def test_a_death_after_the_rename_leaves_a_checkpoint_on_all_ranks(make_trainer: Make, root: Path) -> None:
+def test_a_death_after_the_rename_leaves_a_checkpoint_on_all_ranks(
+    make_trainer: Make, root: Path
+) -> None:
     killed = (Action(point="commit.fsync_parent", kind="kill", rank=0),)
     ranks = [make_trainer(rank=rank, world_size=2, actions=killed) for rank in range(2)]
     attempts = [one.begin(5) for one in ranks]
     for one, attempt in zip(ranks, attempts, strict=True):
         one.submit(attempt, 5, content(one.rank))
     assert isinstance(ranks[1].outcome(), Committed)
-    assert record_failure(root, attempts[0], step=5, rank=0, kind="WriterDied", cause="?") == "committed"
+    assert (
+        record_failure(root, attempts[0], step=5, rank=0, kind="WriterDied", cause="?")
+        == "committed"
+    )
 
 
 def test_an_abandoned_save_fails_on_all_ranks(make_trainer: Make) -> None:
@@ -179,13 +207,25 @@ def test_an_abandoned_save_fails_on_all_ranks(make_trainer: Make) -> None:
     ranks[0].submit(ranks[0].begin(5), 5, content(0))
     ranks[1].writer.send(AbandonSave(attempt=ranks[1].begin(5), cause="no such tensor"))
     outcomes = [one.outcome() for one in ranks]
-    assert {(one.rank, one.cause) for one in outcomes if isinstance(one, Failed)} == {(1, "no such tensor")}
+    assert {(one.rank, one.cause) for one in outcomes if isinstance(one, Failed)} == {
+        (1, "no such tensor")
+    }
     assert len(outcomes) == 2
 
 
 def test_an_unexpected_error_is_reported_and_ends_the_writer(trainer: FakeTrainer) -> None:
     attempt = trainer.begin(1)
-    trainer.writer.send(Written(attempt="", num_bytes=0, seconds=0, hash_seconds=0, cpu_seconds=0, digest="", direct=True))
+    trainer.writer.send(
+        Written(
+            attempt="",
+            num_bytes=0,
+            seconds=0,
+            hash_seconds=0,
+            cpu_seconds=0,
+            digest="",
+            direct=True,
+        )
+    )
     outcome = trainer.outcome()
     assert isinstance(outcome, Failed)
     assert (outcome.attempt, outcome.kind) == (attempt, "TypeError")
@@ -193,7 +233,9 @@ def test_an_unexpected_error_is_reported_and_ends_the_writer(trainer: FakeTraine
     assert "Traceback" in trainer.notes[-1]
 
 
-def test_many_saves_and_restarts_leak_nothing(trainer: FakeTrainer, num_fds: Callable[[], int]) -> None:
+def test_many_saves_and_restarts_leak_nothing(
+    trainer: FakeTrainer, num_fds: Callable[[], int]
+) -> None:
     trainer.save(1)
     before = num_fds(), threading.active_count()
     for step in range(2, 102):

@@ -46,7 +46,9 @@ def write(storage: LocalStorage, data: bytes, **options: int | bool) -> tuple[Pa
     before = int(options.get("before", 0))
     fd = make_image(data, before=before, is_padded=bool(options.get("is_padded", True)))
     try:
-        record, stats = storage.write_image("f", image_fd=fd, offset=before, num_bytes=len(data), role="trainable")
+        record, stats = storage.write_image(
+            "f", image_fd=fd, offset=before, num_bytes=len(data), role="trainable"
+        )
     finally:
         os.close(fd)
     assert record.num_bytes == stats.num_bytes == len(data)
@@ -64,7 +66,9 @@ def test_a_file_has_the_bytes_of_the_image(storage: LocalStorage, size: int, dir
     data = os.urandom(size)
     path, hashes = write(storage, data, before=PAGE)
     assert path.read_bytes() == data
-    assert hashes == [xxhash.xxh3_64_hexdigest(data[at : at + CHUNK]) for at in range(0, size, CHUNK)]
+    assert hashes == [
+        xxhash.xxh3_64_hexdigest(data[at : at + CHUNK]) for at in range(0, size, CHUNK)
+    ]
 
 
 def test_an_image_without_a_whole_last_page_is_written_exactly(storage: LocalStorage) -> None:
@@ -72,13 +76,18 @@ def test_an_image_without_a_whole_last_page_is_written_exactly(storage: LocalSto
     assert write(storage, data, is_padded=False)[0].read_bytes() == data
 
 
-def test_chunks_larger_than_a_window_have_one_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_larger_than_a_window_have_one_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(image_write, "WINDOW_BYTES", PAGE)
     storage = LocalStorage(root=tmp_path, chunk_bytes=4 * PAGE)
     data = os.urandom(6 * PAGE + 5)
     path, hashes = write(storage, data)
     assert path.read_bytes() == data
-    assert hashes == [xxhash.xxh3_64_hexdigest(data[: 4 * PAGE]), xxhash.xxh3_64_hexdigest(data[4 * PAGE :])]
+    assert hashes == [
+        xxhash.xxh3_64_hexdigest(data[: 4 * PAGE]),
+        xxhash.xxh3_64_hexdigest(data[4 * PAGE :]),
+    ]
 
 
 @pytest.mark.parametrize("refused_at", ["open", "write"])
@@ -97,7 +106,11 @@ def test_where_direct_writes_are_refused_the_page_cache_is_used(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_pwrite(fd, data, offset)
 
-    monkeypatch.setattr(os, refused_at.replace("write", "pwrite"), refuse_open if refused_at == "open" else refuse_write)
+    monkeypatch.setattr(
+        os,
+        refused_at.replace("write", "pwrite"),
+        refuse_open if refused_at == "open" else refuse_write,
+    )
     data = os.urandom(3 * CHUNK + 1)
     for _ in range(2):
         assert write(storage, data)[0].read_bytes() == data
@@ -106,8 +119,12 @@ def test_where_direct_writes_are_refused_the_page_cache_is_used(
     ]
 
 
-@pytest.mark.parametrize("point", ["write.create", "write.first_chunk", "write.last_chunk", "write.fsync"])
-def test_an_error_of_any_thread_is_raised_and_nothing_stays(storage: LocalStorage, point: str) -> None:
+@pytest.mark.parametrize(
+    "point", ["write.create", "write.first_chunk", "write.last_chunk", "write.fsync"]
+)
+def test_an_error_of_any_thread_is_raised_and_nothing_stays(
+    storage: LocalStorage, point: str
+) -> None:
     """P11: no thread's error is lost."""
     points.install([Action(point=point, kind="raise", errno_name="EIO")], rank=0)
     with pytest.raises(OSError, match="injected") as caught:
@@ -116,7 +133,9 @@ def test_an_error_of_any_thread_is_raised_and_nothing_stays(storage: LocalStorag
     assert os.listdir(storage.root) == []
 
 
-def test_a_chunk_that_no_thread_wrote_is_noticed(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_no_thread_wrote_is_noticed(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P11: a thread that ends early, without an error, does not make the file count as written."""
     monkeypatch.setattr(image_write, "write_chunks", lambda *args, **options: None)
     with pytest.raises(OSError, match="0 chunks were written, 3 were planned"):
@@ -125,10 +144,13 @@ def test_a_chunk_that_no_thread_wrote_is_noticed(storage: LocalStorage, monkeypa
 
 def test_a_short_write_is_continued(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[: PAGE + 100 if len(data) > PAGE else None], offset))
-    storage.direct = False
     data = os.urandom(4 * CHUNK)
-    assert write(storage, data)[0].read_bytes() == data
+    fd = make_image(data)
+    monkeypatch.setattr(os, "pwrite", lambda fd, piece, at: real(fd, piece[: PAGE + 100], at))
+    for storage.direct in (True, False):
+        storage.write_image("f", image_fd=fd, offset=0, num_bytes=len(data), role="rng")
+        assert (storage.root / "f").read_bytes() == data
+    os.close(fd)
 
 
 def test_a_watch_can_stop_a_write(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ complete and the manifest inside, all durable; an attempt has one outcome, the s
 `committed` file, or a failed record) while its writer lives; after its death the final directory does.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -98,7 +97,9 @@ def await_done(attempt: Attempt, *, world_size: int, limit_s: float) -> list[Don
             return [records[rank] for rank in range(world_size)]
         if patience.is_over():
             cause = f"ranks {name_ranks(missing)} of {world_size} did not finish writing within {limit_s} s"
-            raise AttemptFailed(Failure(rank=missing[0], kind="CommitTimeout", cause=cause), is_recorded=False)
+            raise AttemptFailed(
+                Failure(rank=missing[0], kind="CommitTimeout", cause=cause), is_recorded=False
+            )
         if patience.may_look_at_locks():
             for rank in missing:
                 raise_if_dead(attempt, rank)
@@ -117,7 +118,9 @@ def await_outcome(attempt: Attempt, *, limit_s: float) -> None:
             raise_recorded_failure(attempt)
             if patience.is_over():
                 cause = f"rank 0 did not commit within {limit_s} s"
-                raise AttemptFailed(Failure(rank=0, kind="CommitTimeout", cause=cause), is_recorded=False)
+                raise AttemptFailed(
+                    Failure(rank=0, kind="CommitTimeout", cause=cause), is_recorded=False
+                )
             if patience.may_look_at_locks():
                 raise_if_dead(attempt, 0)
             patience.pause()
@@ -132,8 +135,12 @@ def raise_recorded_failure(attempt: Attempt) -> None:
     try:
         failure = read_failure(attempt.root, attempt.name)
     except FileNotFoundError:
-        cause = f"{attempt_dir(attempt.root, attempt.name)} was removed while the save was under way"
-        raise AttemptFailed(Failure(rank=0, kind="SaveFailed", cause=cause), is_recorded=True) from None
+        cause = (
+            f"{attempt_dir(attempt.root, attempt.name)} was removed while the save was under way"
+        )
+        raise AttemptFailed(
+            Failure(rank=0, kind="SaveFailed", cause=cause), is_recorded=True
+        ) from None
     if failure is not None:
         raise AttemptFailed(failure, is_recorded=True)
 
@@ -165,7 +172,10 @@ def publish_attempt(
     """
     check_complete(storage, attempt, records)
     points.reach("commit.metadata")
-    metadata = [write_metadata(storage, attempt, source, publication.side_fd) for source in publication.metadata]
+    metadata = [
+        write_metadata(storage, attempt, source, publication.side_fd)
+        for source in publication.metadata
+    ]
     points.reach("commit.manifest")
     files = [file for record in records for file in record.files] + metadata
     manifest = make_manifest(attempt, files, publication)
@@ -179,7 +189,9 @@ def publish_attempt(
     try:
         put_committed(attempt.root, attempt.name)
     except OSError as error:
-        notes.append(f"step {attempt.step} is committed, but the other ranks learn it late: {error}")
+        notes.append(
+            f"step {attempt.step} is committed, but the other ranks learn it late: {error}"
+        )
     return manifest, notes
 
 
@@ -189,7 +201,9 @@ def check_complete(storage: Storage, attempt: Attempt, records: Sequence[DoneRec
     for record in records:
         for file in record.files:
             if file.path in owner:
-                raise SaveFailed(f"ranks {owner[file.path]} and {record.rank} both wrote {file.path}")
+                raise SaveFailed(
+                    f"ranks {owner[file.path]} and {record.rank} both wrote {file.path}"
+                )
             owner[file.path] = record.rank
             try:
                 size = storage.size(f"{attempt.directory}/{file.path}")
@@ -198,10 +212,14 @@ def check_complete(storage: Storage, attempt: Attempt, records: Sequence[DoneRec
                     f"{file.path} of rank {record.rank} (on {record.host}) cannot be seen by rank 0: is the root shared?"
                 ) from None
             if size != file.num_bytes:
-                raise SaveFailed(f"{file.path} of rank {record.rank} has {size} bytes, its writer says {file.num_bytes}")
+                raise SaveFailed(
+                    f"{file.path} of rank {record.rank} has {size} bytes, its writer says {file.num_bytes}"
+                )
 
 
-def write_metadata(storage: Storage, attempt: Attempt, source: FileSource, side_fd: int) -> FileRecord:
+def write_metadata(
+    storage: Storage, attempt: Attempt, source: FileSource, side_fd: int
+) -> FileRecord:
     """Write one file of rank 0 that must come after all data."""
     record, _ = storage.write_image(
         f"{attempt.directory}/{source.path}",
@@ -213,7 +231,9 @@ def write_metadata(storage: Storage, attempt: Attempt, source: FileSource, side_
     return replace(record, path=source.path)
 
 
-def make_manifest(attempt: Attempt, files: Sequence[FileRecord], publication: Publication) -> Manifest:
+def make_manifest(
+    attempt: Attempt, files: Sequence[FileRecord], publication: Publication
+) -> Manifest:
     """The manifest from what the trainer knows and what the writers found."""
     known = dict(publication.fields)
     known["tags"] = tuple(known.get("tags") or ())  # type: ignore[arg-type]
@@ -243,7 +263,9 @@ def make_way(storage: Storage, attempt: Attempt) -> list[str]:
         return []
     problem = find_problem(storage, name)
     if problem is None:
-        raise StepExists(f"{attempt.root / name} is there already and whole; a checkpoint is never overwritten")
+        raise StepExists(
+            f"{attempt.root / name} is there already and whole; a checkpoint is never overwritten"
+        )
     aside = leftover_name(attempt.step, "damaged", attempt.name)
     storage.rename(name, aside)
     return [f"{name} was not a whole checkpoint ({problem}); it was set aside as {aside}"]
@@ -276,7 +298,9 @@ def publish_or_take_back(storage: Storage, attempt: Attempt) -> list[str]:
         except OSError:
             if storage.exists(attempt.directory):
                 raise error from None
-            return [f"{attempt.final_directory} is published, but might not survive a power cut: {error}"]
+            return [
+                f"{attempt.final_directory} is published, but might not survive a power cut: {error}"
+            ]
         raise
     return []
 

@@ -211,7 +211,18 @@ Message = (
 )
 _SIMPLE = {
     cls.__name__: cls
-    for cls in (AttachImage, DropImage, BeginSave, AbandonSave, Close, Ready, Written, Committed, Failed, Note)
+    for cls in (
+        AttachImage,
+        DropImage,
+        BeginSave,
+        AbandonSave,
+        Close,
+        Ready,
+        Written,
+        Committed,
+        Failed,
+        Note,
+    )
 }
 
 
@@ -219,7 +230,9 @@ def encode(message: Message) -> bytes:
     """The datagram of a message; ValueError if it is too large to send."""
     data = json.dumps({"type": type(message).__name__} | asdict(message)).encode()
     if len(data) > MAX_BYTES:
-        raise ValueError(f"message {type(message).__name__} has {len(data)} bytes, at most {MAX_BYTES} can be sent")
+        raise ValueError(
+            f"message {type(message).__name__} has {len(data)} bytes, at most {MAX_BYTES} can be sent"
+        )
     return data
 
 

@@ -81,7 +81,10 @@ def write_part(storage: Storage, part: RankPart) -> DoneRecord:
 
 def parents(part: RankPart) -> list[str]:
     """The directories of the part's files."""
-    return sorted({posixpath.dirname(f"{part.directory}/{source.path}") for source in part.files} | {part.directory})
+    return sorted(
+        {posixpath.dirname(f"{part.directory}/{source.path}") for source in part.files}
+        | {part.directory}
+    )
 
 
 def write_file(
@@ -128,10 +131,14 @@ def check_link(storage: Storage, source: FileSource, record: FileRecord) -> None
 
 def trainable_digest(files: Sequence[FileRecord]) -> str:
     """Hash over the hashes of the trainable files; "" if there are none."""
-    trainable = sorted((file for file in files if file.role == "trainable"), key=lambda file: file.path)
+    trainable = sorted(
+        (file for file in files if file.role == "trainable"), key=lambda file: file.path
+    )
     if not trainable:
         return ""
     hasher = xxhash.xxh3_128()
     for file in trainable:
-        hasher.update(f"{file.path}\n{file.num_bytes}\n{file.chunk_bytes}\n{' '.join(file.chunk_hashes)}\n".encode())
+        hasher.update(
+            f"{file.path}\n{file.num_bytes}\n{file.chunk_bytes}\n{' '.join(file.chunk_hashes)}\n".encode()
+        )
     return hasher.hexdigest()

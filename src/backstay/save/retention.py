@@ -8,6 +8,7 @@ success: what cannot be deleted is noted once and tried again after the next com
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -102,12 +103,13 @@ class Pruner:
     def prune(self, *, step: int, attempt: str) -> None:
         """Do all that is due after the commit of `step` by `attempt`."""
         for shelved in select_expired(self.shelf.read(), self.policy, newest_step=step):
-            self._try(shelved.name, lambda shelved=shelved: self._withdraw(shelved, attempt))  # type: ignore[misc]
+            self._try(shelved.name, partial(self._withdraw, shelved, attempt))
         for leftover in self._leftovers("pruned"):
-            self._try(leftover.name, lambda leftover=leftover: self._delete_pruned(leftover.name))  # type: ignore[misc]
+            self._try(leftover.name, partial(self._delete_pruned, leftover.name))
         for leftover in self._leftovers("incomplete"):
             if self._is_dead(leftover.attempt, attempt):
-                self._try(leftover.name, lambda leftover=leftover: delete_tree(self.storage, leftover.name))  # type: ignore[misc]
+                delete = partial(delete_tree, self.storage, leftover.name)
+                self._try(leftover.name, delete)
         self.clear_attempts(lambda other: self._is_dead(other, attempt))
 
     def clear_attempts(self, is_over: Callable[[str], bool]) -> None:
@@ -136,9 +138,13 @@ class Pruner:
         for directory in inner_directories(self.storage, name):
             if not self.storage.list_names(directory):
                 self.storage.delete_dir(directory)
-        foreign = [entry for entry in self.storage.list_names(name) if entry != PRUNED_MANIFEST_NAME]
+        foreign = [
+            entry for entry in self.storage.list_names(name) if entry != PRUNED_MANIFEST_NAME
+        ]
         if foreign:
-            self._note_once(name, f"kept {name}: it holds {', '.join(foreign)}, which Backstay did not write")
+            self._note_once(
+                name, f"kept {name}: it holds {', '.join(foreign)}, which Backstay did not write"
+            )
             return
         self.storage.delete_file(f"{name}/{PRUNED_MANIFEST_NAME}")
         self.storage.delete_dir(name)
@@ -151,8 +157,16 @@ class Pruner:
             return ()
 
     def _leftovers(self, kind: str) -> list[Leftover]:
-        found = [leftover for name in self.storage.list_names("") if (leftover := parse_leftover(name)) is not None]
-        return [leftover for leftover in found if leftover.kind == kind and self.storage.is_dir(leftover.name)]
+        found = [
+            leftover
+            for name in self.storage.list_names("")
+            if (leftover := parse_leftover(name)) is not None
+        ]
+        return [
+            leftover
+            for leftover in found
+            if leftover.kind == kind and self.storage.is_dir(leftover.name)
+        ]
 
     def _is_dead(self, attempt: str, committed: str) -> bool:
         """Whether an attempt is over; those of this incarnation after the one just committed may be beginning right now."""
@@ -166,7 +180,9 @@ class Pruner:
         try:
             action()
         except OSError as error:
-            self._note_once(path, f"could not remove {path}, will try again after the next commit: {error}")
+            self._note_once(
+                path, f"could not remove {path}, will try again after the next commit: {error}"
+            )
 
     def _note_once(self, path: str, text: str) -> None:
         if path not in self._noted:
@@ -174,7 +190,9 @@ class Pruner:
             self.note(text)
 
 
-def select_expired(shelf: list[Shelved], policy: RetentionPolicy, *, newest_step: int) -> list[Shelved]:
+def select_expired(
+    shelf: list[Shelved], policy: RetentionPolicy, *, newest_step: int
+) -> list[Shelved]:
     """What to prune; the checkpoint of `newest_step` was just committed and stays whatever the policy says."""
     expired = set(policy.select_expired([shelved.manifest for shelved in shelf])) - {newest_step}
     return [shelved for shelved in shelf if shelved.manifest.step in expired]

@@ -46,7 +46,9 @@ def take_slot(num_slots: int, *, limit_s: float, watch: Callable[[], None]) -> i
             if (fd := try_slot(directory / f"slot-{number}")) is not None:
                 return fd
         if time.monotonic() > deadline:
-            raise TimeoutError(f"all {num_slots} write slots in {directory} stayed taken for {limit_s} s")
+            raise TimeoutError(
+                f"all {num_slots} write slots in {directory} stayed taken for {limit_s} s"
+            )
         watch()
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)

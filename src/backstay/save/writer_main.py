@@ -22,7 +22,14 @@ from backstay.errors import BackstayError
 from backstay.manifest import Manifest
 from backstay.policies import RetentionPolicy
 from backstay.save.channel import Channel
-from backstay.save.commit import Attempt, AttemptFailed, Publication, await_done, await_outcome, publish_attempt
+from backstay.save.commit import (
+    Attempt,
+    AttemptFailed,
+    Publication,
+    await_done,
+    await_outcome,
+    publish_attempt,
+)
 from backstay.save.messages import (
     AbandonSave,
     AttachImage,
@@ -81,7 +88,10 @@ class Writer:
             self.take(message, fds)
         else:
             for begun in list(self.begun.values()):
-                self.fail(begun, f"the trainer of rank {self.config.rank} ended before its state was staged")
+                self.fail(
+                    begun,
+                    f"the trainer of rank {self.config.rank} ended before its state was staged",
+                )
             return
         self.close()
 
@@ -120,7 +130,9 @@ class Writer:
         self.begun[message.attempt] = begun
         try:
             make_directory(self.root / ".attempts" / message.attempt)
-            begun.lock_fd = hold_lock(self.root, message.attempt, rank=self.config.rank, step=message.step)
+            begun.lock_fd = hold_lock(
+                self.root, message.attempt, rank=self.config.rank, step=message.step
+            )
             self.storage.make_dir(attempt.directory)
         except OSError as error:
             self.end_failed(begun, describe(error, self.config.rank), is_recorded=False)
@@ -136,8 +148,15 @@ class Writer:
         try:
             record = self.write(begun.attempt, message)
             if message.commit is None:
-                await_outcome(begun.attempt, limit_s=self.config.commit_timeout_s + OUTCOME_MARGIN_S)
-                self.end_committed(begun, seconds=time.monotonic() - began, num_bytes=record.num_bytes, unchanged=False)
+                await_outcome(
+                    begun.attempt, limit_s=self.config.commit_timeout_s + OUTCOME_MARGIN_S
+                )
+                self.end_committed(
+                    begun,
+                    seconds=time.monotonic() - began,
+                    num_bytes=record.num_bytes,
+                    unchanged=False,
+                )
             else:
                 self.commit(begun, message.commit, began)
         except AttemptFailed as error:
@@ -175,16 +194,23 @@ class Writer:
         """On rank 0: wait for all ranks, publish, tell, prune."""
         config, attempt = self.config, begun.attempt
         records = await_done(attempt, world_size=config.world_size, limit_s=config.commit_timeout_s)
-        fields = json.loads(os.pread(self.images[SIDE_IMAGE], request.manifest_bytes, request.manifest_offset))
+        fields = json.loads(
+            os.pread(self.images[SIDE_IMAGE], request.manifest_bytes, request.manifest_offset)
+        )
         publication = Publication(
-            side_fd=self.images[SIDE_IMAGE], metadata=request.metadata, fields=fields, run_id=config.run_id
+            side_fd=self.images[SIDE_IMAGE],
+            metadata=request.metadata,
+            fields=fields,
+            run_id=config.run_id,
         )
         manifest, notes = publish_attempt(self.storage, attempt, records, publication)
         for text in notes:
             self.note("warning", text)
         seconds = time.monotonic() - began
         unchanged = self.is_unchanged(manifest)
-        if not self.end_committed(begun, seconds=seconds, num_bytes=manifest.num_bytes, unchanged=unchanged):
+        if not self.end_committed(
+            begun, seconds=seconds, num_bytes=manifest.num_bytes, unchanged=unchanged
+        ):
             self.append_event(
                 request.events
                 | {
@@ -206,7 +232,9 @@ class Writer:
         digest = trainable_digest(manifest.files)
         return previous is not None and digest != "" and digest == previous.digest
 
-    def end_committed(self, begun: Begun, *, seconds: float, num_bytes: int, unchanged: bool) -> bool:
+    def end_committed(
+        self, begun: Begun, *, seconds: float, num_bytes: int, unchanged: bool
+    ) -> bool:
         """Report the end; whether the trainer was there to hear it."""
         self.let_go(begun)
         return self.channel.send(
@@ -221,7 +249,9 @@ class Writer:
 
     def fail(self, begun: Begun, cause: str) -> None:
         """End an attempt whose state never came."""
-        self.end_failed(begun, Failure(rank=self.config.rank, kind="SaveFailed", cause=cause), is_recorded=False)
+        self.end_failed(
+            begun, Failure(rank=self.config.rank, kind="SaveFailed", cause=cause), is_recorded=False
+        )
 
     def end_failed(self, begun: Begun, failure: Failure, *, is_recorded: bool) -> None:
         """Record the failure for the other ranks, tidy up, and report it."""
@@ -231,7 +261,10 @@ class Writer:
                 put_failed(self.root, attempt.name, self.config.rank, failure)
             except OSError as error:
                 # The others find the free lock without a done record.
-                self.note("warning", f"the failure of attempt {attempt.name} could not be recorded: {error}")
+                self.note(
+                    "warning",
+                    f"the failure of attempt {attempt.name} could not be recorded: {error}",
+                )
         self.let_go(begun)
         is_heard = self.channel.send(
             Failed(attempt=attempt.name, rank=failure.rank, kind=failure.kind, cause=failure.cause)
@@ -239,8 +272,15 @@ class Writer:
         if self.config.rank == 0:
             self.pruner.discard(attempt.directory)
             if not is_heard:
-                event = {"step": attempt.step, "attempt": attempt.name, "outcome": "failed", "trainer_gone": True}
-                self.append_event(event | {"kind": failure.kind, "rank": failure.rank, "cause": failure.cause})
+                event = {
+                    "step": attempt.step,
+                    "attempt": attempt.name,
+                    "outcome": "failed",
+                    "trainer_gone": True,
+                }
+                self.append_event(
+                    event | {"kind": failure.kind, "rank": failure.rank, "cause": failure.cause}
+                )
 
     def let_go(self, begun: Begun) -> None:
         """The attempt is over for this rank."""
@@ -252,7 +292,11 @@ class Writer:
     def append_event(self, event: dict[str, object]) -> None:
         """Telemetry on behalf of a trainer that is gone."""
         try:
-            fd = os.open(self.root / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            fd = os.open(
+                self.root / "events.jsonl",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o666,
+            )
             try:
                 os.write(fd, (json.dumps(event) + "\n").encode())
             finally:
@@ -263,7 +307,9 @@ class Writer:
     def close(self) -> None:
         """The trainer needs nothing more."""
         for begun in list(self.begun.values()):
-            self.fail(begun, f"the trainer of rank {self.config.rank} closed before its state was staged")
+            self.fail(
+                begun, f"the trainer of rank {self.config.rank} closed before its state was staged"
+            )
         if self.config.rank == 0 and self.incarnation:
             self.pruner.clear_attempts(lambda attempt: attempt.startswith(f"{self.incarnation}-"))
             if not self.storage.list_names(".attempts"):
@@ -328,7 +374,10 @@ def step_back() -> list[str]:
     except OSError as error:
         refused.append(f"the writer keeps its processor priority: {error}")
     number = _IOPRIO_SYSCALL.get(os.uname().machine)
-    if number is None or ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IOPRIO_LOWEST_BEST_EFFORT) != 0:
+    if (
+        number is None
+        or ctypes.CDLL(None, use_errno=True).syscall(number, 1, 0, _IOPRIO_LOWEST_BEST_EFFORT) != 0
+    ):
         refused.append("the writer keeps its disk priority")
     return refused
 
@@ -349,7 +398,9 @@ def report_unexpected(error: Exception, channel: Channel, writer: Writer | None,
     say(text)
     channel.send(Note(level="error", text=text[-16_000:]))
     for begun in list(writer.begun.values()) if writer is not None else []:
-        failure = Failure(rank=rank, kind=type(error).__name__, cause=f"unexpected in the writer: {error}")
+        failure = Failure(
+            rank=rank, kind=type(error).__name__, cause=f"unexpected in the writer: {error}"
+        )
         writer.end_failed(begun, failure, is_recorded=False)  # type: ignore[union-attr]
 
 

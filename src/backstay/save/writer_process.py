@@ -80,7 +80,9 @@ class WriterProcess:
         """Whether the writer started last has not ended yet, as far as is known."""
         return self._watcher is not None and self._watcher.is_alive()
 
-    def send(self, message: Message, fds: Sequence[int] = (), *, limit_s: float = SEND_LIMIT_S) -> None:
+    def send(
+        self, message: Message, fds: Sequence[int] = (), *, limit_s: float = SEND_LIMIT_S
+    ) -> None:
         """Send one message, with duplicates of the descriptors `fds`.
 
         Raises:
@@ -91,13 +93,19 @@ class WriterProcess:
         name = type(message).__name__
         with self._send_lock:
             if self._child is None or self._owner_pid != os.getpid():
-                raise WriterDied(f"cannot send {name}: this process has no running writer; restart() starts one")
+                raise WriterDied(
+                    f"cannot send {name}: this process has no running writer; restart() starts one"
+                )
             try:
                 send_datagram(self._child.sock, data, fds, limit_s=limit_s)
             except TimeoutError as error:
-                raise WriterDied(f"writer {self.pid} took no message for {limit_s} s ({name} was next)") from error
+                raise WriterDied(
+                    f"writer {self.pid} took no message for {limit_s} s ({name} was next)"
+                ) from error
             except OSError as error:
-                raise WriterDied(f"writer {self.pid} is gone, {name} was not sent: {error}") from error
+                raise WriterDied(
+                    f"writer {self.pid} is gone, {name} was not sent: {error}"
+                ) from error
 
     def restart(self) -> None:
         """End the present writer, if any, and start a new one. Images have to be attached anew."""
@@ -122,13 +130,17 @@ class WriterProcess:
         child = start_child(self.config)
         _open_sockets.add(child.sock)
         self._child = child
-        self._watcher = threading.Thread(target=self._watch, args=(child,), name="backstay-writer-watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(child,), name="backstay-writer-watch", daemon=True
+        )
         self._watcher.start()
 
     def _end(self, *, ask: bool, timeout_s: float) -> int | None:
         if self._owner_pid != os.getpid() or self._child is None or self._watcher is None:
             return None
-        assert threading.current_thread() is not self._watcher, "a callback must not close its own writer"
+        assert threading.current_thread() is not self._watcher, (
+            "a callback must not close its own writer"
+        )
         self._closing.set()
         if ask:
             try:
@@ -164,7 +176,9 @@ def start_child(config: WriterConfig) -> Child:
     own_pidfd = open_pidfd(os.getpid())
     try:
         fds = [fd for fd in (theirs.fileno(), own_pidfd) if fd >= 0]
-        config = replace(config, socket_fd=theirs.fileno(), trainer_pidfd=own_pidfd, trainer_pid=os.getpid())
+        config = replace(
+            config, socket_fd=theirs.fileno(), trainer_pidfd=own_pidfd, trainer_pid=os.getpid()
+        )
         process = subprocess.Popen(
             child_command(config),
             pass_fds=fds,
@@ -188,13 +202,28 @@ def start_child(config: WriterConfig) -> Child:
 
 def child_command(config: WriterConfig) -> list[str]:
     """The writer's command line."""
-    homes = [str(Path(module.__file__ or "").resolve().parent.parent) for module in (backstay, xxhash)]
-    return [sys.executable, "-P", "-s", "-S", "-c", BOOTSTRAP, json.dumps(homes), json.dumps(asdict(config))]
+    homes = [
+        str(Path(module.__file__ or "").resolve().parent.parent) for module in (backstay, xxhash)
+    ]
+    return [
+        sys.executable,
+        "-P",
+        "-s",
+        "-S",
+        "-c",
+        BOOTSTRAP,
+        json.dumps(homes),
+        json.dumps(asdict(config)),
+    ]
 
 
 def child_environment() -> dict[str, str]:
     """The trainer's environment without what would change how the writer's Python starts."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSTARTUP")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONSTARTUP")
+    }
     # One arena per thread would double the writer's memory.
     return kept | {"MALLOC_ARENA_MAX": "2"}
 

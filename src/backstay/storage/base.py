@@ -34,7 +34,14 @@ class Storage(ABC):
 
     @abstractmethod
     def write_image(
-        self, path: str, *, image_fd: int, offset: int, num_bytes: int, role: str, watch: Callable[[], None] | None = None
+        self,
+        path: str,
+        *,
+        image_fd: int,
+        offset: int,
+        num_bytes: int,
+        role: str,
+        watch: Callable[[], None] | None = None,
     ) -> tuple[FileRecord, WriteStats]:
         """Write `num_bytes` of a shared-memory image, from `offset` on, as a new durable file, hashing on the way.
 

@@ -111,7 +111,10 @@ def write_range(
         with progress.lock:
             progress.cpu_seconds += time.thread_time() - began_cpu
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(num_threads, source.num_chunks) - 1)]
+    threads = [
+        threading.Thread(target=work, daemon=True)
+        for _ in range(min(num_threads, source.num_chunks) - 1)
+    ]
     for thread in threads:
         thread.start()
     work(watch)
@@ -121,7 +124,9 @@ def write_range(
         raise progress.error
     num_written = sum(map(bool, progress.hashes))
     if num_written != source.num_chunks:
-        raise OSError(errno.EIO, f"{num_written} chunks were written, {source.num_chunks} were planned")
+        raise OSError(
+            errno.EIO, f"{num_written} chunks were written, {source.num_chunks} were planned"
+        )
     return progress
 
 
@@ -177,7 +182,13 @@ def write_window(
 def map_window(fd: int, offset: int, *, size: int, padded: int) -> mmap.mmap:
     """Map a piece of the image; a last page that the image does not have in full is copied."""
     if os.fstat(fd).st_size >= offset + padded:
-        return mmap.mmap(fd, padded, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ, offset=offset)
+        return mmap.mmap(
+            fd,
+            padded,
+            flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+            prot=mmap.PROT_READ,
+            offset=offset,
+        )
     copy = mmap.mmap(-1, padded)
     with memoryview(copy) as view, view[:size] as exact:
         num_read = os.preadv(fd, [exact], offset)
@@ -192,7 +203,8 @@ def write_all(fd: int, data: memoryview, start: int, *, direct: bool) -> None:
     done = 0
     while done < len(data):
         try:
-            num = os.pwrite(fd, data[done:], start + done)
+            with data[done:] as rest:
+                num = os.pwrite(fd, rest, start + done)
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
                 raise DirectRefused(error.errno, "O_DIRECT write refused") from error

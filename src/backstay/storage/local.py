@@ -13,7 +13,15 @@ from pathlib import Path
 from backstay import points
 from backstay.manifest import FileRecord
 from backstay.storage.base import Storage, WriteStats
-from backstay.storage.image_write import PAGE_BYTES, DirectRefused, ImageRange, Progress, Throttle, reserve, write_range
+from backstay.storage.image_write import (
+    PAGE_BYTES,
+    DirectRefused,
+    ImageRange,
+    Progress,
+    Throttle,
+    reserve,
+    write_range,
+)
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES)
 
@@ -43,11 +51,20 @@ class LocalStorage(Storage):
         self.throttle = Throttle(self.bandwidth_bytes_per_s)
 
     def write_image(
-        self, path: str, *, image_fd: int, offset: int, num_bytes: int, role: str, watch: Callable[[], None] | None = None
+        self,
+        path: str,
+        *,
+        image_fd: int,
+        offset: int,
+        num_bytes: int,
+        role: str,
+        watch: Callable[[], None] | None = None,
     ) -> tuple[FileRecord, WriteStats]:
         """See `Storage.write_image`."""
         began = time.monotonic()
-        source = ImageRange(fd=image_fd, offset=offset, num_bytes=num_bytes, chunk_bytes=self.chunk_bytes)
+        source = ImageRange(
+            fd=image_fd, offset=offset, num_bytes=num_bytes, chunk_bytes=self.chunk_bytes
+        )
         points.reach("write.create")
         try:
             progress = self._write_file(self.root / path, source, watch)
@@ -72,7 +89,9 @@ class LocalStorage(Storage):
         )
         return record, stats
 
-    def _write_file(self, path: Path, source: ImageRange, watch: Callable[[], None] | None) -> Progress:
+    def _write_file(
+        self, path: Path, source: ImageRange, watch: Callable[[], None] | None
+    ) -> Progress:
         if self.direct:
             try:
                 return self._write_file_as(path, source, watch, direct=True)
@@ -80,13 +99,17 @@ class LocalStorage(Storage):
                 if error.errno != errno.EINVAL:
                     raise
                 self.direct = False
-                self.on_note(f"{path.parent}: the file system refuses O_DIRECT; writing through the page cache from now on")
+                self.on_note(
+                    f"{path.parent}: the file system refuses O_DIRECT; writing through the page cache from now on"
+                )
         return self._write_file_as(path, source, watch, direct=False)
 
     def _write_file_as(
         self, path: Path, source: ImageRange, watch: Callable[[], None] | None, *, direct: bool
     ) -> Progress:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        flags = (
+            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        )
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:
@@ -95,9 +118,17 @@ class LocalStorage(Storage):
             raise
         try:
             if source.num_bytes:
-                reserve(fd, -(-source.num_bytes // PAGE_BYTES) * PAGE_BYTES if direct else source.num_bytes)
+                reserve(
+                    fd,
+                    -(-source.num_bytes // PAGE_BYTES) * PAGE_BYTES if direct else source.num_bytes,
+                )
             progress = write_range(
-                fd, source, direct=direct, num_threads=self.num_threads, throttle=self.throttle, watch=watch
+                fd,
+                source,
+                direct=direct,
+                num_threads=self.num_threads,
+                throttle=self.throttle,
+                watch=watch,
             )
             os.ftruncate(fd, source.num_bytes)
             points.reach("write.fsync")
@@ -230,7 +261,7 @@ def copy_file(source: Path, target: Path) -> None:
         try:
             left = os.fstat(reader.fileno()).st_size
             while left:
-                num = os.sendfile(fd, reader.fileno(), None, min(left, 1 << 30))  # type: ignore[arg-type]
+                num = os.sendfile(fd, reader.fileno(), None, min(left, 1 << 30))
                 if num == 0:
                     raise OSError(errno.EIO, f"{source} shrank while it was copied")
                 left -= num
