@@ -1,6 +1,7 @@
-"""Backstay: asynchronous distributed checkpoints for PyTorch that cost the training loop milliseconds.
+"""Backstay: asynchronous distributed checkpoints for PyTorch.
 
-Names are imported on first use, so that tools which only look at checkpoints, and the writer process, never load torch.
+Names are imported on first use, so that tools which only look at checkpoints, and the writer
+process, never load torch.
 """
 
 from importlib import import_module
@@ -8,36 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backstay.catalog import Catalog as Catalog
-    from backstay.checkpointer import Checkpointer as Checkpointer
-    from backstay.checkpointer import PendingCheckpoint as PendingCheckpoint
-    from backstay.load.restore import restore as restore
     from backstay.policies import RetentionPolicy as RetentionPolicy
     from backstay.policies import SavePolicy as SavePolicy
-    from backstay.state import PerRank as PerRank
-    from backstay.state import TrainState as TrainState
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Catalog": "backstay.catalog",
-    "Checkpointer": "backstay.checkpointer",
-    "PendingCheckpoint": "backstay.checkpointer",
-    "PerRank": "backstay.state",
     "RetentionPolicy": "backstay.policies",
     "SavePolicy": "backstay.policies",
-    "TrainState": "backstay.state",
-    "restore": "backstay.load.restore",
 }
-__all__ = [  # noqa: PLE0604
-    "Catalog",
-    "Checkpointer",
-    "PendingCheckpoint",
-    "PerRank",
-    "RetentionPolicy",
-    "SavePolicy",
-    "TrainState",
-    "restore",
-]
+__all__ = ["Catalog", "RetentionPolicy", "SavePolicy"]  # noqa: F822, RUF100
 
 
 def __getattr__(name: str) -> object:

@@ -46,7 +46,9 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Json:
 
 
 def _encode_sequence(
-    value: list[object] | tuple[object, ...] | set[object], path: str, tensors: dict[str, torch.Tensor]
+    value: list[object] | tuple[object, ...] | set[object],
+    path: str,
+    tensors: dict[str, torch.Tensor],
 ) -> Json:
     is_set = isinstance(value, (set, frozenset))
     ordered = sorted(value, key=repr) if is_set else value
@@ -55,7 +57,9 @@ def _encode_sequence(
 
 
 def _encode_dict(value: dict[object, object], path: str, tensors: dict[str, torch.Tensor]) -> Json:
-    is_plain = type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value)
+    is_plain = type(value) is dict and all(
+        type(key) is str and not key.startswith("$") for key in value
+    )
     if is_plain:
         return {str(key): encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     kinds: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}
@@ -63,7 +67,9 @@ def _encode_dict(value: dict[object, object], path: str, tensors: dict[str, torc
         raise StateError(f"{path}: a {type(value).__name__} cannot be stored; make it a plain dict")
     pairs: list[Json] = []
     for key, item in value.items():
-        pairs.append([encode(key, f"{path}.<key>", tensors), encode(item, f"{path}.{key}", tensors)])
+        pairs.append(
+            [encode(key, f"{path}.<key>", tensors), encode(item, f"{path}.{key}", tensors)]
+        )
     return {kinds[type(value)]: pairs}
 
 
@@ -150,15 +156,20 @@ def _as_list(content: object) -> list[object]:
 
 
 def _pairs(content: object, tensors: Mapping[str, torch.Tensor]) -> list[tuple[object, object]]:
-    return [(decode(key, tensors), decode(item, tensors)) for key, item in map(_as_list, _as_list(content))]
+    return [
+        (decode(key, tensors), decode(item, tensors))
+        for key, item in map(_as_list, _as_list(content))
+    ]
 
 
-def _array(content: object) -> np.ndarray:
+def _array(content: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     dtype, shape, text = _as_list(content)
     kind = np.dtype(str(dtype))
     if kind.kind not in "biufc":
         raise ValueError(f"numpy dtype {kind} is not a number")
-    return np.frombuffer(base64.b64decode(str(text), validate=True), dtype=kind).reshape(_as_list(shape)).copy()  # type: ignore[arg-type]
+    sizes = tuple(int(str(size)) for size in _as_list(shape))
+    flat = np.frombuffer(base64.b64decode(str(text), validate=True), dtype=kind)
+    return flat.reshape(sizes).copy()
 
 
 def _dtype(name: str) -> torch.dtype:

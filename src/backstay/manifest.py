@@ -38,7 +38,9 @@ class FileRecord:
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
             raise CorruptCheckpoint(f"file path {self.path!r} leaves the checkpoint's directory")
         if self.num_bytes < 0 or self.chunk_bytes <= 0:
-            raise CorruptCheckpoint(f"{self.path}: sizes {self.num_bytes}, {self.chunk_bytes} are impossible")
+            raise CorruptCheckpoint(
+                f"{self.path}: sizes {self.num_bytes}, {self.chunk_bytes} are impossible"
+            )
         expected = -(-self.num_bytes // self.chunk_bytes)
         if len(self.chunk_hashes) != expected:
             raise CorruptCheckpoint(
@@ -104,13 +106,16 @@ class Manifest:
             if claimed != _checksum(fields):
                 raise CorruptCheckpoint(f"{source}: the checksum does not fit the content")
             files = tuple(
-                FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])})) for file in fields.pop("files")
+                FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])}))
+                for file in fields.pop("files")
             )
             return Manifest(**(fields | {"files": files, "tags": tuple(fields["tags"])}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, CorruptCheckpoint):
                 raise
-            raise CorruptCheckpoint(f"{source}: not a manifest ({type(error).__name__}: {error})") from error
+            raise CorruptCheckpoint(
+                f"{source}: not a manifest ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _checksum(fields: dict[str, object]) -> str:

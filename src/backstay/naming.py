@@ -20,14 +20,18 @@ def canonical_names(module: nn.Module, names: list[str]) -> dict[str, str]:
         StateError: two names become the same.
     """
     parallel = tuple(
-        path for path, child in module.named_modules() if isinstance(child, (DataParallel, DistributedDataParallel))
+        path
+        for path, child in module.named_modules()
+        if isinstance(child, (DataParallel, DistributedDataParallel))
     )
     canonical: dict[str, str] = {}
     owner: dict[str, str] = {}
     for name in names:
         clean = _canonical(name, parallel)
         if clean in owner:
-            raise StateError(f"{name!r} and {owner[clean]!r} are both called {clean!r} once wrappers are taken off")
+            raise StateError(
+                f"{name!r} and {owner[clean]!r} are both called {clean!r} once wrappers are taken off"
+            )
         owner[clean] = name
         canonical[name] = clean
     return canonical

@@ -121,5 +121,7 @@ def _hold(action: Action) -> None:
     deadline = time.monotonic() + action.seconds
     while not os.path.exists(action.path):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"held at {action.point} for {action.seconds} s; {action.path} never came")
+            raise TimeoutError(
+                f"held at {action.point} for {action.seconds} s; {action.path} never came"
+            )
         time.sleep(0.002)

@@ -25,9 +25,13 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
-            raise InvalidArgument(f"SavePolicy(every_steps={self.every_steps}): expected None or a number >= 1")
+            raise InvalidArgument(
+                f"SavePolicy(every_steps={self.every_steps}): expected None or a number >= 1"
+            )
         if self.every_s is not None and not self.every_s > 0:
-            raise InvalidArgument(f"SavePolicy(every_s={self.every_s}): expected None or seconds > 0")
+            raise InvalidArgument(
+                f"SavePolicy(every_s={self.every_s}): expected None or seconds > 0"
+            )
 
     def is_due_by_step(self, step: int) -> bool:
         """Whether the step number alone asks for a save; every rank finds the same."""
@@ -62,9 +66,13 @@ class RetentionPolicy:
         for name in ("last", "every_steps", "best"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InvalidArgument(f"RetentionPolicy({name}={value}): expected None or a number >= 1")
+                raise InvalidArgument(
+                    f"RetentionPolicy({name}={value}): expected None or a number >= 1"
+                )
         if (self.best is None) != (self.metric is None):
-            raise InvalidArgument("RetentionPolicy: best= and metric= go together, e.g. best=2, metric='eval_loss'")
+            raise InvalidArgument(
+                "RetentionPolicy: best= and metric= go together, e.g. best=2, metric='eval_loss'"
+            )
         if self.mode not in ("min", "max"):
             raise InvalidArgument(f"RetentionPolicy(mode={self.mode!r}): expected 'min' or 'max'")
 
