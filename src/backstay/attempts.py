@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from backstay.errors import CorruptCheckpoint
 from backstay.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -241,10 +241,18 @@ def read_lock(root: Path, attempt: str, rank: int) -> Lock | None:
     except FileNotFoundError:
         return None
     try:
-        fields = json.loads(os.read(fd, 65536))
-        return Lock(rank=rank, is_held=_is_held(fd), **fields)
+        return Lock(rank=rank, is_held=_is_held(fd), **_parse_lock(os.read(fd, 65536)))
     finally:
         os.close(fd)
+
+
+def _parse_lock(data: bytes) -> dict[str, Any]:
+    """Who held a lock; a power cut may have left its file empty, then nobody that is known."""
+    try:
+        fields = json.loads(data)
+        return {"step": int(fields["step"]), "pid": int(fields["pid"]), "host": str(fields["host"])}
+    except (ValueError, KeyError, TypeError):
+        return {"step": -1, "pid": -1, "host": ""}
 
 
 def _is_held(fd: int) -> bool:

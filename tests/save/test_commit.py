@@ -216,7 +216,7 @@ def test_the_bandwidth_cap_is_kept(make_trainer: Make) -> None:
     trainer = make_trainer(bandwidth_bytes_per_s=1 << 20)
     outcome = trainer.save(1, bytes(512 << 10))
     assert isinstance(outcome, Committed)
-    assert 0.4 < outcome.seconds < 2.0
+    assert outcome.seconds > 0.4
 
 
 def test_a_failed_begin_is_answered_once(make_trainer: Make, root: Path) -> None:
@@ -249,6 +249,15 @@ def test_a_lock_is_seen_held_then_free(root: Path) -> None:
     assert is_live(root, ATTEMPT)
     os.close(fd)
     assert not is_live(root, ATTEMPT)
+
+
+def test_a_lock_file_that_a_power_cut_emptied_is_nobodys(root: Path) -> None:
+    (root / ".attempts" / ATTEMPT).mkdir(parents=True)
+    (root / ".attempts" / ATTEMPT / "rank-00000.lock").touch()
+    lock = read_lock(root, ATTEMPT, 0)
+    assert lock is not None
+    assert not lock.is_held
+    assert not lock.is_here
 
 
 def test_a_dead_writer_that_had_done_its_part_is_no_failure(root: Path) -> None:

@@ -224,13 +224,23 @@ class Writer:
                     "trainer_gone": True,
                 }
             )
-        self.pruner.prune(step=attempt.step, attempt=attempt.name)
+        self.prune(attempt)
 
     def is_unchanged(self, manifest: Manifest) -> bool:
-        """Whether the trainable files equal those of the checkpoint before."""
-        previous = self.pruner.shelf.find_before(manifest.step)
+        """Whether the trainable files equal those of the checkpoint before, as far as that can be read."""
+        try:
+            previous = self.pruner.shelf.find_before(manifest.step)
+        except OSError:
+            return False
         digest = trainable_digest(manifest.files)
         return previous is not None and digest != "" and digest == previous.digest
+
+    def prune(self, attempt: Attempt) -> None:
+        """Tidy up after a commit, which nothing here may turn into a failure any more."""
+        try:
+            self.pruner.prune(step=attempt.step, attempt=attempt.name)
+        except OSError as error:
+            self.note("warning", f"pruning stopped early, the next commit goes on: {error}")
 
     def end_committed(
         self, begun: Begun, *, seconds: float, num_bytes: int, unchanged: bool
