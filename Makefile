@@ -1,33 +1,46 @@
 # `make` lists the verbs. Everything is installed into .venv, from constraints.txt.
 PYTHON ?= python3
+# Tests run in this many processes at a time; those that start ranks mostly wait.
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help test check format clean
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help test check format bench demo clean
 help:
 	@echo "make test    set up .venv if needed and run all tests"
-	@echo "make check   formatting, lint, types, spelling"
+	@echo "make check   formatting, lint, types, import directions, spelling"
 	@echo "make format  rewrite the files in house style"
+	@echo "make bench   run every benchmark and print its table"
+	@echo "make demo    train, get killed, resume: examples/demo.py"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[cli,dev,train]'
 	@touch $@
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/codespell src tests docs changes README.md Makefile
+	$(BIN)/python -m pytest -q tests/test_import_directions.py
+	$(BIN)/codespell
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist
