@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -182,7 +183,8 @@ def _kill(ranks: list[Rank]) -> None:
     """Kill ranks: first with SIGABRT, at which faulthandler writes their stacks, then for good."""
     alive = {rank.process.pid: rank.process for rank in ranks if rank.process.pid is not None}
     for pid in alive:
-        os.kill(pid, signal.SIGABRT)
+        with suppress(ProcessLookupError):  # it may end at any moment
+            os.kill(pid, signal.SIGABRT)
     deadline = time.monotonic() + STACKS_S
     for process in alive.values():
         process.join(timeout=max(0.0, deadline - time.monotonic()))
