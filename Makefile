@@ -7,13 +7,11 @@ STAMP := .venv/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help test check format bench demo clean
+.PHONY: help test check format clean
 help:
 	@echo "make test    set up .venv if needed and run all tests"
 	@echo "make check   formatting, lint, types, import directions, spelling"
 	@echo "make format  rewrite the files in house style"
-	@echo "make bench   run every benchmark and print its table"
-	@echo "make demo    train, get killed, resume: examples/demo.py"
 	@echo "make clean   remove .venv and caches"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -35,12 +33,6 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-bench: $(STAMP)
-	$(BIN)/python -m benchmarks
-
-demo: $(STAMP)
-	$(BIN)/python examples/demo.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist
