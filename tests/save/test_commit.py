@@ -19,22 +19,14 @@ from backstay.attempts import (
     record_failure,
 )
 from backstay.catalog import Catalog
-from backstay.points import Action
+from backstay.points import WRITER_POINTS, Action
 from backstay.save.messages import BeginSave, Committed, Failed, FileSource
 from backstay.save.rank_write import trainable_digest
 
 Make = Callable[..., FakeTrainer]
 ATTEMPT = "0000000a-0001"
-POINTS_BEFORE_COMMIT = (
-    "write.create",
-    "write.first_chunk",
-    "write.last_chunk",
-    "write.fsync",
-    "write.done_record",
-    "commit.metadata",
-    "commit.manifest",
-    "commit.rename",
-    "commit.fsync_parent",
+POINTS_BEFORE_COMMIT = tuple(
+    point for point in WRITER_POINTS if point.startswith(("write.", "commit."))
 )
 
 
@@ -166,13 +158,7 @@ def test_an_attempt_whose_directory_vanishes_fails(make_trainer: Make, root: Pat
 
 def test_an_unchanged_file_is_linked_not_written(trainer: FakeTrainer, root: Path) -> None:
     trainer.save(1)
-    source = FileSource(
-        path="weights/__0_1.distcp",
-        role="frozen",
-        num_bytes=10_000,
-        link_from="step-00000001/weights/__0_0.distcp",
-    )
-    assert isinstance(trainer.save(2, content(2), extra_files=(source,)), Committed)
+    assert isinstance(trainer.save(2, content(2), extra_files=(linked(10_000),)), Committed)
     entry = Catalog(root).get(2)
     assert (entry.path / "weights/__0_1.distcp").samefile(
         root / "step-00000001/weights/__0_0.distcp"
@@ -182,13 +168,7 @@ def test_an_unchanged_file_is_linked_not_written(trainer: FakeTrainer, root: Pat
 
 def test_a_link_to_something_else_than_expected_fails_the_save(trainer: FakeTrainer) -> None:
     trainer.save(1)
-    source = FileSource(
-        path="weights/__0_1.distcp",
-        role="frozen",
-        num_bytes=9_999,
-        link_from="step-00000001/weights/__0_0.distcp",
-    )
-    outcome = trainer.save(2, content(2), extra_files=(source,))
+    outcome = trainer.save(2, content(2), extra_files=(linked(9_999),))
     assert isinstance(outcome, Failed)
     assert "10000 bytes" in outcome.cause
 
@@ -273,3 +253,13 @@ def test_a_dead_writer_that_had_done_its_part_is_no_failure(root: Path) -> None:
 
 def test_nothing_trainable_has_no_digest() -> None:
     assert trainable_digest([]) == ""
+
+
+def linked(num_bytes: int) -> FileSource:
+    """A frozen file that is to be the trainable one of step 1."""
+    return FileSource(
+        path="weights/__0_1.distcp",
+        role="frozen",
+        num_bytes=num_bytes,
+        link_from="step-00000001/weights/__0_0.distcp",
+    )

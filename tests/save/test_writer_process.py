@@ -167,24 +167,23 @@ def test_a_writer_that_is_killed_is_noticed_and_can_be_replaced(
     assert isinstance(trainer.save(1), Committed)
 
 
-def test_the_death_of_one_writer_fails_the_save_on_all_ranks(make_trainer: Make) -> None:
-    killed = (Action(point="write.first_chunk", kind="kill", rank=1),)
+@pytest.mark.parametrize(("point", "victim"), [("write.first_chunk", 1), ("commit.rename", 0)])
+def test_the_death_of_one_writer_fails_the_save_on_the_others(
+    make_trainer: Make, point: str, victim: int
+) -> None:
+    killed = (Action(point=point, kind="kill", rank=victim),)
     ranks = [make_trainer(rank=rank, world_size=2, actions=killed) for rank in range(2)]
     for one in ranks:
         one.submit(one.begin(5), 5, content(one.rank))
-    outcome = ranks[0].outcome()
+    outcome = ranks[1 - victim].outcome()
     assert isinstance(outcome, Failed)
-    assert (outcome.rank, outcome.kind) == (1, "WriterDied")
+    assert (outcome.rank, outcome.kind) == (victim, "WriterDied")
 
 
-def test_the_death_of_rank_0s_writer_fails_the_save_on_the_others(make_trainer: Make) -> None:
-    killed = (Action(point="commit.rename", kind="kill", rank=0),)
-    ranks = [make_trainer(rank=rank, world_size=2, actions=killed) for rank in range(2)]
-    for one in ranks:
-        one.submit(one.begin(5), 5, content(one.rank))
-    outcome = ranks[1].outcome()
-    assert isinstance(outcome, Failed)
-    assert (outcome.rank, outcome.kind) == (0, "WriterDied")
+def test_a_writer_gives_way_to_training(trainer: FakeTrainer) -> None:
+    assert isinstance(trainer.save(1), Committed)
+    expected = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
+    assert os.getpriority(os.PRIO_PROCESS, trainer.writer.pid) == expected
 
 
 def test_a_death_after_the_rename_leaves_a_checkpoint_on_all_ranks(

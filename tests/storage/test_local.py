@@ -204,3 +204,41 @@ def test_directories_are_made_published_and_deleted(storage: LocalStorage) -> No
 
 def test_the_writer_maps_small_windows() -> None:
     assert image_write.WINDOW_BYTES % mmap.PAGESIZE == 0
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was handed to fsync, which still runs."""
+    names: list[str] = []
+    fsync = os.fsync
+
+    def spy(fd: int) -> None:
+        names.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    return names
+
+
+def test_an_image_is_on_the_disk_before_it_counts_as_written(
+    storage: LocalStorage, synced: list[str]
+) -> None:
+    write(storage, b"x" * (3 * CHUNK + 1))
+    assert "f" in synced
+
+
+def test_a_put_syncs_the_content_and_then_the_directory(
+    storage: LocalStorage, tmp_path: Path, synced: list[str]
+) -> None:
+    storage.put("f", b"x")
+    assert len(synced) == 2
+    assert synced[1] == tmp_path.name
+
+
+def test_publishing_syncs_the_directory_that_holds_the_new_name(
+    storage: LocalStorage, tmp_path: Path, synced: list[str]
+) -> None:
+    storage.make_dir("a")
+    synced.clear()
+    storage.publish("a", "b")
+    assert synced == [tmp_path.name]

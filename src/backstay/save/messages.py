@@ -155,7 +155,6 @@ class Written:
 
     Attributes:
         digest: hash over the chunk hashes of this rank's "trainable" files.
-        frozen: record of this rank's frozen file, if it has one (small: the hash list is left to the manifest).
     """
 
     attempt: str

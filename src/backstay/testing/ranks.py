@@ -5,8 +5,8 @@ Guarantees: no rank outlives the call, or the calling process; a rank that hangs
 the call are gone afterwards. Processes that a rank started itself (writers) are left alone.
 Assumes: Linux; one call at a time in a process.
 
-A new process that imports torch and what DCP and FSDP need takes 4 s, so ranks are forked from a server process that has
-imported all that and done nothing else: two ranks take 0.09 s, start to end. The server starts with the first call and ends with the caller. It never
+A new process that imports torch and what DCP and FSDP need takes seconds, so ranks are forked from a server process that has
+imported all that and done nothing else: a rank then starts in a fraction of a second. The server starts with the first call and ends with the caller. It never
 touches a GPU, so its ranks may. What ranks of `start="forkserver"` share although separate processes do not: the seed of
 `hash(str)`, hence the order of sets. Atexit hooks do not run in them. `start="spawn"` has neither limit.
 """

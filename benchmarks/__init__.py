@@ -1,0 +1,1 @@
+"""Benchmarks: each is `python -m benchmarks.NAME` and prints one table."""
