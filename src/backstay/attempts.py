@@ -141,10 +141,7 @@ def put_done(root: Path, attempt: str, record: DoneRecord) -> None:
 def read_done(root: Path, attempt: str, rank: int) -> DoneRecord:
     """What a rank wrote."""
     fields = json.loads((attempt_dir(root, attempt) / f"rank-{rank:05d}.done").read_bytes())
-    files = tuple(
-        FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])}))
-        for file in fields.pop("files")
-    )
+    files = tuple(FileRecord.from_fields(file) for file in fields.pop("files"))
     return DoneRecord(files=files, **fields)
 
 

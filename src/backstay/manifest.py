@@ -4,8 +4,10 @@ JSON, self-checking (`checksum` covers every other field), never changed after p
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
+from typing import Any
 
 import xxhash
 
@@ -46,6 +48,16 @@ class FileRecord:
             raise CorruptCheckpoint(
                 f"{self.path}: {len(self.chunk_hashes)} chunk hashes for {self.num_bytes} bytes, expected {expected}"
             )
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> "FileRecord":
+        """The record from its JSON fields.
+
+        Raises:
+            CorruptCheckpoint: a path or size that makes no sense.
+            KeyError, TypeError: other fields than a record has.
+        """
+        return FileRecord(**{**fields, "chunk_hashes": tuple(fields["chunk_hashes"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +117,7 @@ class Manifest:
                 )
             if claimed != _checksum(fields):
                 raise CorruptCheckpoint(f"{source}: the checksum does not fit the content")
-            files = tuple(
-                FileRecord(**(file | {"chunk_hashes": tuple(file["chunk_hashes"])}))
-                for file in fields.pop("files")
-            )
+            files = tuple(FileRecord.from_fields(file) for file in fields.pop("files"))
             return Manifest(**(fields | {"files": files, "tags": tuple(fields["tags"])}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, CorruptCheckpoint):

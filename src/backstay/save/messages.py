@@ -258,5 +258,5 @@ def _decode_submit(fields: dict[str, object]) -> SubmitSave:
 def _decode_source(fields: dict[str, object]) -> FileSource:
     record = fields.pop("record")
     if isinstance(record, dict):
-        record = FileRecord(**(record | {"chunk_hashes": tuple(record["chunk_hashes"])}))
+        record = FileRecord.from_fields(record)
     return FileSource(record=record, **fields)  # type: ignore[arg-type]
