@@ -17,7 +17,7 @@ LAYERS = [
     {"manifest"},
     {"policies"},
     {"attempts", "storage", "coordination", "codec", "naming", "frames"},
-    {"catalog", "state"},
+    {"catalog", "state", "rng", "fingerprint"},
     {"save", "load"},
     {"checkpointer"},
     {"interop", "testing", "training"},

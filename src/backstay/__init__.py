@@ -9,17 +9,39 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backstay.catalog import Catalog as Catalog
+    from backstay.checkpointer import Checkpointer as Checkpointer
+    from backstay.events import SaveEvent as SaveEvent
+    from backstay.load.restore import restore as restore
     from backstay.policies import RetentionPolicy as RetentionPolicy
     from backstay.policies import SavePolicy as SavePolicy
+    from backstay.save.pending import PendingCheckpoint as PendingCheckpoint
+    from backstay.state import PerRank as PerRank
+    from backstay.state import TrainState as TrainState
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Catalog": "backstay.catalog",
+    "Checkpointer": "backstay.checkpointer",
+    "PendingCheckpoint": "backstay.save.pending",
+    "PerRank": "backstay.state",
     "RetentionPolicy": "backstay.policies",
+    "SaveEvent": "backstay.events",
     "SavePolicy": "backstay.policies",
+    "TrainState": "backstay.state",
+    "restore": "backstay.load.restore",
 }
-__all__ = ["Catalog", "RetentionPolicy", "SavePolicy"]  # noqa: F822, RUF100
+__all__ = [  # noqa: F822, RUF100
+    "Catalog",
+    "Checkpointer",
+    "PendingCheckpoint",
+    "PerRank",
+    "RetentionPolicy",
+    "SaveEvent",
+    "SavePolicy",
+    "TrainState",
+    "restore",
+]
 
 
 def __getattr__(name: str) -> object:

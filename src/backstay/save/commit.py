@@ -6,7 +6,7 @@ complete and the manifest inside, all durable; an attempt has one outcome, the s
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,12 +69,12 @@ class Publication:
     """What rank 0's writer adds to the ranks' files.
 
     Attributes:
-        side_fd: descriptor of the side image, with the bytes of `metadata`.
+        images: descriptors by image id, with the bytes of `metadata`.
         fields: of the manifest, as the trainer knows them.
         run_id: goes into the manifest.
     """
 
-    side_fd: int
+    images: Mapping[int, int]
     metadata: Sequence[FileSource]
     fields: dict[str, object]
     run_id: str
@@ -173,7 +173,7 @@ def publish_attempt(
     check_complete(storage, attempt, records)
     points.reach("commit.metadata")
     metadata = [
-        write_metadata(storage, attempt, source, publication.side_fd)
+        write_metadata(storage, attempt, source, publication.images)
         for source in publication.metadata
     ]
     points.reach("commit.manifest")
@@ -218,12 +218,12 @@ def check_complete(storage: Storage, attempt: Attempt, records: Sequence[DoneRec
 
 
 def write_metadata(
-    storage: Storage, attempt: Attempt, source: FileSource, side_fd: int
+    storage: Storage, attempt: Attempt, source: FileSource, images: Mapping[int, int]
 ) -> FileRecord:
     """Write one file of rank 0 that must come after all data."""
     record, _ = storage.write_image(
         f"{attempt.directory}/{source.path}",
-        image_fd=side_fd,
+        image_fd=images[source.image_id],
         offset=source.offset,
         num_bytes=source.num_bytes,
         role=source.role,

@@ -198,7 +198,7 @@ class Writer:
             os.pread(self.images[SIDE_IMAGE], request.manifest_bytes, request.manifest_offset)
         )
         publication = Publication(
-            side_fd=self.images[SIDE_IMAGE],
+            images=self.images,
             metadata=request.metadata,
             fields=fields,
             run_id=config.run_id,

@@ -1,0 +1,369 @@
+"""What each rank writes: DCP's own planner on all ranks' tensors, laid out, with the finished `.metadata`.
+
+Runs in: the training thread, on all ranks together, once per run and again when the set of tensors changes. Sharding and deduplication
+stay DCP's (`DefaultSavePlanner`); here keys are sorted out between ranks, and every offset is fixed before any value is copied.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor, Shard
+
+from backstay.coordination import Coordination
+from backstay.errors import StateError
+from backstay.frames import object_frame
+from backstay.save.layout import Layout, file_name, make_layout, slot_bytes
+from backstay.state import (
+    MODEL,
+    OPTIMIZER_STATE,
+    PARAM_GROUPS,
+    Collected,
+    Group,
+    find_unstorable,
+    local_tensor,
+)
+
+Hashes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that a plan depends on, of this rank; cheap to make and to compare at each save."""
+
+    keys: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    specs: list[Any]
+    aliases: dict[str, str]
+    frozen: set[str]
+    groups: list[Group]
+    objects: set[str]
+    parts: set[str]
+    own: set[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """What one rank brings to the planning.
+
+    Attributes:
+        plan: DCP's write items.
+        frozen: names of parameters that nothing trains.
+        slots: see `make_layout`.
+        aliases: further name -> name, both as stored.
+    """
+
+    plan: SavePlan
+    frozen: frozenset[str]
+    slots: dict[str, int]
+    aliases: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """What one rank has to write at each save, until something changes.
+
+    Attributes:
+        layout: where its frames lie.
+        metadata: bytes of DCP's `.metadata`; only on rank 0.
+        num_bytes: data of all ranks together.
+    """
+
+    layout: Layout
+    metadata: bytes = b""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The plan in force on this rank.
+
+    Attributes:
+        signature: what it holds for.
+        own: keys and parts that are stored per rank, as all ranks know them.
+        placements: key of optimizer state -> how it is sharded, where that differs from its parameter.
+    """
+
+    signature: Signature
+    rank_plan: RankPlan
+    own: frozenset[str]
+    trainable_only: bool
+    placements: dict[str, list[list[Any]]] = field(default_factory=dict)
+
+
+def sign(found: Collected) -> Signature:
+    """The signature of what was collected."""
+    tensors = list(found.tensors.values())
+    return Signature(
+        keys=list(found.tensors),
+        dtypes=[tensor.dtype for tensor in tensors],
+        shapes=[tensor.shape for tensor in tensors],
+        specs=[getattr(tensor, "_spec", None) for tensor in tensors],
+        aliases=found.aliases,
+        frozen=found.frozen,
+        groups=found.groups,
+        objects={*found.objects},
+        parts={*found.parts},
+        own=found.own,
+    )
+
+
+def make_plan(
+    found: Collected,
+    ranks: Coordination,
+    *,
+    known_own: frozenset[str] = frozenset(),
+    trainable_only: bool = False,
+) -> Plan:
+    """Plan together with all ranks.
+
+    Args:
+        known_own: keys and parts that differed between ranks before, and are kept apart from then on.
+
+    Raises:
+        StateError: on all ranks, if some rank's state cannot be stored, or the ranks' states do not fit together.
+    """
+    own = find_own(found, ranks) | known_own
+    local, error = None, None
+    try:
+        local = make_local_plan(found, rank=ranks.rank, own=own, trainable_only=trainable_only)
+    except (StateError, RuntimeError, ValueError) as caught:
+        error = caught
+    ranks.raise_together(error)
+    assert local is not None, "a rank without a plan has an error"
+    gathered = ranks.gather(local)
+    rank_plans = None
+    if gathered is not None:
+        try:
+            rank_plans = make_rank_plans(gathered)
+        except (AssertionError, RuntimeError, ValueError) as caught:
+            error = StateError(f"the ranks' states do not fit together: {caught}")
+    ranks.raise_together(error)
+    return Plan(
+        signature=sign(found),
+        rank_plan=ranks.scatter(rank_plans),
+        own=own,
+        trainable_only=trainable_only,
+        placements=find_placements(found),
+    )
+
+
+# Which values are a rank's own -----------------------------------------------------------------------------------------
+
+
+def find_own(found: Collected, ranks: Coordination) -> frozenset[str]:
+    """Names of plain tensors and parts that are not the same on all ranks that have them.
+
+    Sharded tensors are DCP's business. Plain ones are taken for copies of one value by DCP, which keeps any one of them.
+    """
+    if ranks.world_size == 1:
+        return frozenset()
+    hashes, error = {}, None
+    try:
+        hashes = hash_shared(found, frozenset(found.own))
+    except RuntimeError as caught:
+        error = StateError(f"the state cannot be read: {caught}")
+    ranks.raise_together(error)
+    gathered = ranks.gather((hashes, found.own))
+    return ranks.share(None if gathered is None else _differing(gathered)) or frozenset()
+
+
+def _differing(gathered: list[tuple[Hashes, set[str]]]) -> frozenset[str]:
+    first: Hashes = {}
+    own = set().union(*(declared for _, declared in gathered))
+    for hashes, _ in gathered:
+        own.update(name for name, value in hashes.items() if first.setdefault(name, value) != value)
+    return frozenset(own)
+
+
+def hash_shared(found: Collected, own: frozenset[str]) -> Hashes:
+    """Hash of each plain tensor and part that is taken to be the same on all ranks."""
+    hashes = {
+        key: hash_tensor(tensor)
+        for key, tensor in found.tensors.items()
+        if key not in own and not isinstance(tensor, DTensor)
+    }
+    parts = {
+        part: _hash(repr(tree).encode()) for part, tree in found.parts.items() if part not in own
+    }
+    return hashes | parts
+
+
+def hash_steady(found: Collected, own: frozenset[str]) -> int:
+    """One number for all that is taken to be the same on all ranks and cheap to compare: not what only an optimizer changes.
+
+    61 bits, so that it fits the agreement.
+    """
+    hasher = xxhash.xxh3_64()
+    for key, tensor in found.tensors.items():
+        if key in found.late or key in found.frozen or key in own or isinstance(tensor, DTensor):
+            continue
+        hasher.update(hash_tensor(tensor).to_bytes(8, "little"))
+    for part, tree in found.parts.items():
+        if part not in own:
+            hasher.update(repr(tree).encode())
+    hasher.update(repr(found.objects).encode())
+    return hasher.intdigest() >> 3
+
+
+def hash_tensor(tensor: Tensor) -> int:
+    """Hash of a tensor's dtype, shape and bytes."""
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    if is_opaque(tensor):
+        return _hash(head + object_frame(tensor.detach()))
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    hasher = xxhash.xxh3_64(head)
+    hasher.update(flat.numpy().data)
+    return hasher.intdigest()
+
+
+def _hash(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def is_opaque(local: Tensor) -> bool:
+    """Whether a tensor's class, not its memory, says what it holds (a quantised tensor, say): then torch writes the frame."""
+    return hasattr(type(local), "__tensor_flatten__")
+
+
+# One rank's part -------------------------------------------------------------------------------------------------------
+
+
+def make_local_plan(
+    found: Collected, *, rank: int, own: frozenset[str], trainable_only: bool
+) -> LocalPlan:
+    """DCP's plan for what this rank holds."""
+    problem = find_unstorable(found.tensors.items())
+    if problem is not None:
+        raise StateError(problem)
+    tensors = {
+        stored_name(key, rank, own): tensor
+        for key, tensor in found.tensors.items()
+        if not (trainable_only and key in found.frozen)
+    }
+    slots = {
+        name: slot_bytes(len(object_frame(local_tensor(tensor).detach())))
+        for name, tensor in tensors.items()
+        if is_opaque(local_tensor(tensor))
+    }
+    state: dict[str, Any] = dict(tensors)
+    aliases = {
+        stored_name(name, rank, own): stored_name(first, rank, own)
+        for name, first in found.aliases.items()
+        if stored_name(first, rank, own) in tensors
+    }
+    if rank == 0:
+        for slot, keys in object_keys(found).items():
+            state[keys[0]] = None
+            slots[keys[0]] = slot_bytes(len(object_frame(found.objects[slot])))
+            aliases |= dict.fromkeys(keys[1:], keys[0])
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    frozen = frozenset(stored_name(key, rank, own) for key in found.frozen)
+    return LocalPlan(plan=planner.create_local_plan(), frozen=frozen, slots=slots, aliases=aliases)
+
+
+def stored_name(key: str, rank: int, own: frozenset[str]) -> str:
+    """The name under which this rank's value is stored: rank 0's copy has the plain key, so that stock DCP finds one."""
+    return f"rank_{rank}.{key}" if rank > 0 and key in own else key
+
+
+def object_keys(found: Collected) -> dict[str, list[str]]:
+    """Slot of each small object -> all keys that name it."""
+    shared = {
+        f"{group.slot}.{name}": [f"{PARAM_GROUPS}{owner}.{name}" for owner in group.owners]
+        for group in found.groups
+        for name in group.fields
+    }
+    return {slot: shared.get(slot, [slot]) for slot in found.objects}
+
+
+def find_placements(found: Collected) -> dict[str, list[list[Any]]]:
+    """How optimizer state is sharded where its shape is not its parameter's, since metadata does not say it."""
+    placements = {}
+    for owner, names in found.owners.items():
+        parameter = found.tensors.get(f"{MODEL}{owner}")
+        for name in names:
+            key = f"{OPTIMIZER_STATE}{owner}.{name}"
+            tensor = found.tensors.get(key)
+            if not isinstance(tensor, DTensor):
+                continue
+            if isinstance(parameter, DTensor) and tensor._spec == parameter._spec:
+                continue
+            placements[key] = [
+                ["shard", placement.dim] if isinstance(placement, Shard) else ["replicate"]
+                for placement in tensor.placements
+            ]
+    return placements
+
+
+# All ranks' parts together, on rank 0 ----------------------------------------------------------------------------------
+
+
+def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
+    """Deduplicate with DCP, lay out every rank's items, and build `.metadata`."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    plans, metadata = planner.create_global_plan([local.plan for local in gathered])
+    layouts = [
+        make_layout(plan.items, frozen=local.frozen, slots=local.slots)
+        for plan, local in zip(plans, gathered, strict=True)
+    ]
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
+        for item, piece in zip(plan.items, layout.pieces, strict=True):
+            path = file_name(rank, piece.file)
+            storage[item.index] = _StorageInfo(path, piece.offset, piece.num_bytes)
+    aliases: dict[str, str] = {}
+    for local in gathered:
+        aliases |= local.aliases
+    metadata = finish_metadata(metadata, storage, aliases)
+    num_bytes = sum(layout.num_bytes for layout in layouts)
+    rank_plans = [RankPlan(layout=layout, num_bytes=num_bytes) for layout in layouts]
+    rank_plans[0] = replace(rank_plans[0], metadata=pickle.dumps(metadata))
+    return rank_plans
+
+
+def finish_metadata(
+    metadata: Metadata, storage: dict[MetadataIndex, _StorageInfo], aliases: Mapping[str, str]
+) -> Metadata:
+    """Add the places, the further names of shared values, and the nesting that `dcp_to_torch_save` restores."""
+    entries = dict(metadata.state_dict_metadata)
+    places = dict(storage)
+    chunks: dict[str, list[MetadataIndex]] = {}
+    wanted = {*aliases.values()}
+    for index in storage:
+        if index.fqn in wanted:
+            chunks.setdefault(index.fqn, []).append(index)
+    for name, first in aliases.items():
+        entries[name] = entries[first]
+        places |= {replace(index, fqn=name): storage[index] for index in chunks[first]}
+    return replace(
+        metadata,
+        state_dict_metadata=entries,
+        planner_data={name: tuple(nest(name)) for name in entries},
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def nest(name: str) -> Iterator[str]:
+    """The path of a flat name in the nested form that DCP users know: model.<name>, optimizer.state.<name>.<value>, ..."""
+    for prefix in (OPTIMIZER_STATE, PARAM_GROUPS):
+        if name.startswith(prefix):
+            owner, _, last = name.removeprefix(prefix).rpartition(".")
+            yield from prefix.rstrip(".").split(".")
+            yield from filter(None, [owner, last])
+            return
+    head, _, rest = name.partition(".")
+    yield from filter(None, [head, rest])
