@@ -119,9 +119,11 @@ class Checkpointer:
                 actions=points.dump(),
             ),
             SaverOptions(
-                staging=staging, trainable_only=trainable_only, commit_timeout_s=commit_timeout_s
+                staging=staging,
+                trainable_only=trainable_only,
+                incarnation=incarnation,
+                versions=versions(),
             ),
-            incarnation,
         )
         self._is_admitted = False
         self._restored_step: int | None = None
@@ -169,8 +171,7 @@ class Checkpointer:
         restored = restore_with(self._ranks, self.root, self.state, step=step, options=options)
         if restored is None:
             return 0
-        if restored.run_id and restored.run_id != saver.writer.config.run_id:
-            saver.adopt_run(restored.run_id)
+        saver.adopt_run(restored.run_id)
         self._restored_step = self._saved_step = restored.step
         saver.prepare()
         saver.link_frozen_from(restored.path, restored.metadata)
@@ -208,7 +209,7 @@ class Checkpointer:
         """Save if the policy says so; call it after every step. As `save` otherwise."""
         saver = self._open_saver()
         self._admit()
-        if saver.plan is None:
+        if not saver.is_planned:
             saver.prepare()
         request = self._last_seen = self._request(step, metrics, tags)
         told = self._announce()
@@ -290,7 +291,7 @@ class Checkpointer:
         ranks.raise_together(error)
         return ranks.share(identity)
 
-    def _start_saver(self, config: WriterConfig, options: SaverOptions, incarnation: str) -> Saver:
+    def _start_saver(self, config: WriterConfig, options: SaverOptions) -> Saver:
         saver, error = None, None
         try:
             saver = Saver(
@@ -298,16 +299,13 @@ class Checkpointer:
                 self._ranks,
                 config=config,
                 options=options,
-                incarnation=incarnation,
-                versions=versions(),
+                fingerprint=lambda found: fingerprint_frozen(found, self._ranks),
                 on_event=self._take_event,
             )
         except OSError as caught:
             error = caught
         self._ranks.raise_together(error)
         assert saver is not None, "a rank without a saver has raised"
-        if options.trainable_only:
-            saver.fingerprint_base = lambda found: fingerprint_frozen(found, self._ranks)
         return saver
 
     def _open_saver(self) -> Saver:
@@ -331,7 +329,7 @@ class Checkpointer:
                 handle.remove()
             checkpointer = me()
             saver = None if checkpointer is None else checkpointer._saver
-            if saver is not None and saver.plan is None:
+            if saver is not None and not saver.is_planned:
                 saver.prepare()
 
         handles = [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]

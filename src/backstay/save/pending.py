@@ -9,6 +9,7 @@ from typing import Any
 
 from backstay import errors
 from backstay.errors import BackstayError, SaveFailed
+from backstay.events import SaveEvent
 from backstay.save.frozen import Mark
 from backstay.save.messages import Failed, Written
 
@@ -69,6 +70,7 @@ class Flight:
         numbers: fields of the event, as they become known.
         error: why it failed; None while it has not.
         is_begun: whether the writer was told of it, so that it will report an outcome.
+        held_s: how long the optimizer had to wait for the copy.
         frozen_marks: of the frozen parameters whose file this save writes.
         committed_s: from the call until the outcome was known; None while it is not.
         num_reports: how many of the two things have happened that have to precede the event.
@@ -82,6 +84,7 @@ class Flight:
     written: Written | None = None
     error: BackstayError | None = None
     is_begun: bool = False
+    held_s: float = 0.0
     frozen_marks: list[Mark] = field(default_factory=list)
     committed_s: float | None = None
     num_reports: int = 0
@@ -95,6 +98,26 @@ class Flight:
     def elapsed_s(self) -> float:
         """Seconds since `save` was called."""
         return time.perf_counter() - self.began
+
+    def event(self) -> SaveEvent:
+        """What the save cost and how it ended, when both are known."""
+        assert self.committed_s is not None, "an event tells of an outcome"
+        numbers = dict(self.numbers)
+        numbers["blocked_s"] = numbers.get("blocked_s", 0.0) + self.held_s
+        if self.written is not None:
+            numbers |= {
+                "written_s": self.written.seconds,
+                "hash_s": self.written.hash_seconds,
+                "cpu_s": self.written.cpu_seconds,
+                "gb_per_s": self.written.num_bytes / max(self.written.seconds, 1e-9) / 1e9,
+            }
+        return SaveEvent(
+            step=self.step,
+            attempt=self.attempt,
+            outcome="committed" if self.error is None else "failed",
+            committed_s=self.committed_s,
+            **numbers,
+        )
 
 
 def as_error(step: int, failed: Failed) -> BackstayError:

@@ -5,6 +5,7 @@ stay DCP's (`DefaultSavePlanner`); here keys are sorted out between ranks, and e
 """
 
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -90,13 +91,14 @@ class Plan:
     Attributes:
         signature: what it holds for.
         own: keys and parts that are stored per rank, as all ranks know them.
+        apart: all names that need not be the same on all ranks: those, and what only some ranks have.
         placements: key of optimizer state -> how it is sharded, where that differs from its parameter.
     """
 
     signature: Signature
     rank_plan: RankPlan
     own: frozenset[str]
-    trainable_only: bool
+    apart: frozenset[str]
     placements: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
@@ -132,10 +134,13 @@ def make_plan(
     Raises:
         StateError: on all ranks, if some rank's state cannot be stored, or the ranks' states do not fit together.
     """
-    own = find_own(found, ranks) | known_own
+    shared = compare_ranks(found, ranks)
+    own = shared.own | known_own
     local, error = None, None
     try:
-        local = make_local_plan(found, rank=ranks.rank, own=own, trainable_only=trainable_only)
+        local = make_local_plan(
+            found, rank=ranks.rank, own=own, shared=shared, trainable_only=trainable_only
+        )
     except (StateError, RuntimeError, ValueError) as caught:
         error = caught
     ranks.raise_together(error)
@@ -152,7 +157,7 @@ def make_plan(
         signature=sign(found),
         rank_plan=ranks.scatter(rank_plans),
         own=own,
-        trainable_only=trainable_only,
+        apart=own | shared.partial,
         placements=find_placements(found),
     )
 
@@ -160,29 +165,61 @@ def make_plan(
 # Which values are a rank's own -----------------------------------------------------------------------------------------
 
 
-def find_own(found: Collected, ranks: Coordination) -> frozenset[str]:
-    """Names of plain tensors and parts that are not the same on all ranks that have them.
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """How the ranks' values compare.
+
+    Attributes:
+        own: plain tensors and parts that are not the same on all ranks that have them.
+        partial: names that only some ranks have.
+        on_rank_0: slots of the small objects that rank 0 stores.
+    """
+
+    own: frozenset[str] = frozenset()
+    partial: frozenset[str] = frozenset()
+    on_rank_0: frozenset[str] = frozenset()
+
+
+def compare_ranks(found: Collected, ranks: Coordination) -> Shared:
+    """Compare, together with all ranks, what is taken to be the same on all of them.
 
     Sharded tensors are DCP's business. Plain ones are taken for copies of one value by DCP, which keeps any one of them.
+
+    Raises:
+        StateError: small objects, such as the learning rate, differ.
     """
     if ranks.world_size == 1:
-        return frozenset()
+        return Shared()
     hashes, error = {}, None
     try:
         hashes = hash_shared(found, frozenset(found.own))
     except RuntimeError as caught:
         error = StateError(f"the state cannot be read: {caught}")
     ranks.raise_together(error)
-    gathered = ranks.gather((hashes, found.own))
-    return ranks.share(None if gathered is None else _differing(gathered)) or frozenset()
+    gathered = ranks.gather((hashes, found.own, frozenset(found.objects)))
+    shared: Shared | StateError = Shared()
+    if gathered is not None:
+        shared = _compare(gathered)
+    shared = ranks.share(shared)
+    if isinstance(shared, StateError):
+        raise shared
+    return shared
 
 
-def _differing(gathered: list[tuple[Hashes, set[str]]]) -> frozenset[str]:
+def _compare(gathered: list[tuple[Hashes, set[str], frozenset[str]]]) -> Shared | StateError:
     first: Hashes = {}
-    own = set().union(*(declared for _, declared in gathered))
-    for hashes, _ in gathered:
-        own.update(name for name, value in hashes.items() if first.setdefault(name, value) != value)
-    return frozenset(own)
+    own: set[str] = set()
+    for hashes, declared, _ in gathered:
+        own |= declared
+        own |= {name for name, value in hashes.items() if first.setdefault(name, value) != value}
+    objects = frozenset().union(*(slots for _, _, slots in gathered))
+    if own & objects:
+        return StateError(
+            f"{sorted(own & objects)[:8]} differ between ranks; settings of optimizers have to be the same on all"
+        )
+    counts = Counter(name for hashes, _, _ in gathered for name in hashes)
+    partial = {name for name, count in counts.items() if count < len(gathered)}
+    return Shared(own=frozenset(own), partial=frozenset(partial), on_rank_0=gathered[0][2])
 
 
 def hash_shared(found: Collected, own: frozenset[str]) -> Hashes:
@@ -192,26 +229,26 @@ def hash_shared(found: Collected, own: frozenset[str]) -> Hashes:
         for key, tensor in found.tensors.items()
         if key not in own and not isinstance(tensor, DTensor)
     }
-    parts = {
-        part: _hash(repr(tree).encode()) for part, tree in found.parts.items() if part not in own
-    }
-    return hashes | parts
+    trees = [*found.parts.items(), *found.objects.items()]
+    return hashes | {name: _hash(repr(tree).encode()) for name, tree in trees if name not in own}
 
 
-def hash_steady(found: Collected, own: frozenset[str]) -> int:
-    """One number for all that is taken to be the same on all ranks and cheap to compare: not what only an optimizer changes.
+def hash_steady(found: Collected, apart: frozenset[str]) -> int:
+    """One number for all that has to be the same on all ranks and is cheap to compare: not what only an optimizer changes.
 
     61 bits, so that it fits the agreement.
+
+    Args:
+        apart: names to be passed over.
     """
     hasher = xxhash.xxh3_64()
     for key, tensor in found.tensors.items():
-        if key in found.late or key in found.frozen or key in own or isinstance(tensor, DTensor):
+        if key in found.late or key in found.frozen or key in apart or isinstance(tensor, DTensor):
             continue
         hasher.update(hash_tensor(tensor).to_bytes(8, "little"))
-    for part, tree in found.parts.items():
-        if part not in own:
+    for name, tree in [*found.parts.items(), *found.objects.items()]:
+        if name not in apart:
             hasher.update(repr(tree).encode())
-    hasher.update(repr(found.objects).encode())
     return hasher.intdigest() >> 3
 
 
@@ -239,7 +276,7 @@ def is_opaque(local: Tensor) -> bool:
 
 
 def make_local_plan(
-    found: Collected, *, rank: int, own: frozenset[str], trainable_only: bool
+    found: Collected, *, rank: int, own: frozenset[str], shared: Shared, trainable_only: bool
 ) -> LocalPlan:
     """DCP's plan for what this rank holds."""
     problem = find_unstorable(found.tensors.items())
@@ -261,8 +298,8 @@ def make_local_plan(
         for name, first in found.aliases.items()
         if stored_name(first, rank, own) in tensors
     }
-    if rank == 0:
-        for slot, keys in object_keys(found).items():
+    for slot, keys in object_keys(found).items():
+        if rank == 0 or slot not in shared.on_rank_0:
             state[keys[0]] = None
             slots[keys[0]] = slot_bytes(len(object_frame(found.objects[slot])))
             aliases |= dict.fromkeys(keys[1:], keys[0])

@@ -163,13 +163,12 @@ class Fence:
 
     def __init__(self) -> None:
         self._staging: Staging | None = None
+        self._on_held: Callable[[float], None] = lambda seconds: None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-        self.waited_s = 0.0
 
-    def guard(self, staging: "Staging | None") -> None:
-        """From now on, wait for this one."""
-        self._staging = staging
-        self.waited_s = 0.0
+    def guard(self, staging: "Staging", on_held: Callable[[float], None]) -> None:
+        """From now on, wait for this one, and say for how many seconds."""
+        self._staging, self._on_held = staging, on_held
 
     def remove(self) -> None:
         """Take the hook out of torch."""
@@ -177,13 +176,11 @@ class Fence:
         self._staging = None
 
     def _before_step(self, *_: object) -> None:
-        staging = self._staging
-        if staging is None:
-            return
-        began = time.perf_counter()
-        staging.hold()
-        self.waited_s += time.perf_counter() - began
-        self._staging = None
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            began = time.perf_counter()
+            staging.hold()
+            self._on_held(time.perf_counter() - began)
 
 
 class Staging:
