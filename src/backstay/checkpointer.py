@@ -173,6 +173,7 @@ class Checkpointer:
             return 0
         saver.adopt_run(restored.run_id)
         self._restored_step = self._saved_step = restored.step
+        self._last_seen, self._is_admitted = None, False
         saver.prepare()
         saver.link_frozen_from(restored.path, restored.metadata)
         return restored.step

@@ -47,8 +47,10 @@ class FrozenFile:
         return self._home if is_same else None
 
     def settle(self, home: str, marks: list[Mark]) -> None:
-        """The file at `home` is committed; it holds what the marked tensors held."""
-        self._home, self._marks = home, marks
+        """The file at `home` is committed; it holds what the marked tensors held, or none: what it was linked to holds."""
+        if marks or self._home is not None:
+            # Always the newest: older checkpoints are pruned.
+            self._home, self._marks = home, marks or self._marks
 
     def forget(self) -> None:
         """Nothing is known of any file any more: the next save writes one."""

@@ -391,7 +391,7 @@ class Saver:
         if flight.error is not None:
             # A link to it may be what failed.
             self._frozen.forget()
-        elif flight.frozen_marks:
+        else:
             path = f"weights/{file_name(self._ranks.rank, FROZEN)}"
             self._frozen.settle(f"{step_dir_name(flight.step)}/{path}", flight.frozen_marks)
         if flight.frozen_marks:
