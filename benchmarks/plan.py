@@ -18,7 +18,7 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from backstay.coordination import Coordination
-from backstay.save.image import FileImage
-from backstay.save.layout import TRAINED
-from backstay.save.plan import LocalPlan, hash_steady, make_local_plan, make_rank_plans, sign
-from backstay.save.saver import stored_keys
-from backstay.save.stage import FrameCache, encode_objects, lay_out
+from backstay.save.plan import (
+    LocalPlan,
+    Plan,
+    RankPlan,
+    Shared,
+    hash_steady,
+    make_local_plan,
+    make_rank_plans,
+    sign,
+)
+from backstay.save.planned import PlannedImage
 from backstay.state import Collector, TrainState
 from benchmarks import common
 from benchmarks.common import Gpt
@@ -54,7 +60,7 @@ class Planned:
     scattered_bytes: int
     metadata_bytes: int
     collect_s: list[float]
-    sign_s: list[float]
+    compare_s: list[float]
     hash_s: list[float]
 
 
@@ -74,7 +80,7 @@ def plan_many(_: int, __: int, world_size: int, dim: int) -> Planned:
     found = collector.collect()
 
     began = time.perf_counter()
-    local = make_local_plan(found, rank=0, own=NOTHING_OWN, trainable_only=False)
+    local = make_local_plan(found, rank=0, own=NOTHING_OWN, shared=Shared(), trainable_only=False)
     local_plan_s = time.perf_counter() - began
 
     gathered = [pickle.dumps(plan) for plan in simulate(local, world_size)]
@@ -95,7 +101,7 @@ def plan_many(_: int, __: int, world_size: int, dim: int) -> Planned:
         joint_plan_s=joint_plan_s,
         scattered_bytes=sum(len(pickle.dumps(plan)) for plan in rank_plans),
         metadata_bytes=len(first.metadata),
-        **measure_steady(collector, first.layout),
+        **measure_steady(collector, first),
     )
 
 
@@ -138,23 +144,20 @@ def move(item: WriteItem, rank: int, world_size: int) -> WriteItem:
     )
 
 
-def measure_steady(collector: Collector, layout: Any) -> dict[str, list[float]]:
+def measure_steady(collector: Collector, rank_plan: RankPlan) -> dict[str, list[float]]:
     """What each save costs the training thread before it copies."""
     found = collector.collect()
-    signature = sign(found)
-    image = FileImage(layout.file_bytes[TRAINED])
-    places = lay_out(image, layout, TRAINED, stored_keys(found, 0, NOTHING_OWN))
-    frames = FrameCache()
-
-    def compare() -> None:
-        assert sign(found) == signature, "nothing has changed"
-        encode_objects(found, places.slots, frames)
-
-    return {
+    plan = Plan(signature=sign(found), rank_plan=rank_plan, own=NOTHING_OWN, apart=NOTHING_OWN)
+    planned = PlannedImage(0, lambda *_: None)
+    planned.adopt(plan, found)
+    assert planned.fits(found), "nothing has changed"
+    times = {
         "collect_s": repeat(collector.collect),
-        "sign_s": repeat(compare),
+        "compare_s": repeat(lambda: planned.fits(found)),
         "hash_s": repeat(lambda: hash_steady(found, NOTHING_OWN)),
     }
+    planned.close()
+    return times
 
 
 def repeat(work: Callable[[], object], *, num_times: int = NUM_REPEATS) -> list[float]:
@@ -200,7 +203,7 @@ HEAD = (
 def row(runs: list[Planned]) -> list[str]:
     """One line: medians over rounds."""
     first = runs[0]
-    steady = [common.median(pool(runs, name)) for name in ("collect_s", "sign_s", "hash_s")]
+    steady = [common.median(pool(runs, name)) for name in ("collect_s", "compare_s", "hash_s")]
     return [
         str(first.world_size),
         common.seconds(common.median([run.local_plan_s for run in runs])),
@@ -237,7 +240,7 @@ def report(
     print()
     rows = [
         (str(size), common.seconds(common.median(flat)), common.seconds(quantile(flat)))
-        for size, flat in ((size, sum(runs, [])) for size, runs in agreed.items())
+        for size, flat in ((size, [*chain(*runs)]) for size, runs in agreed.items())
     ]
     common.print_table(("real ranks", "agreement, median", "99 of 100 within"), rows)
     plans = {str(size): [asdict(run) for run in runs] for size, runs in planned.items()}

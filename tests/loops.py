@@ -74,8 +74,8 @@ def loop(
         staging=staging,  # type: ignore[arg-type]
     )
     with checkpointer:
-        record.start = step = checkpointer.restore()
-        for step in range(step + 1, total + 1):
+        record.start = checkpointer.restore()
+        for step in range(record.start + 1, total + 1):
             position = training.sampler.position
             train_step(training)
             record.steps[step] = (position, learning_rates(training), training.losses[-1])

@@ -163,17 +163,8 @@ def swap_rows(model: Base) -> None:
     model.tall[[2, 5]] = model.tall[[5, 2]]
 
 
-def negate_zero(model: Base) -> None:
-    model.one.zero_().neg_()
-
-
 def rename(model: Base) -> None:
     model.other, model.vector = model.vector, None
-
-
-def swap_names(model: Base) -> None:
-    model.first, model.second = model.tall, model.deep
-    model.tall, model.deep = model.second, model.first
 
 
 def cast(model: Base) -> None:

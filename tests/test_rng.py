@@ -12,7 +12,6 @@ from backstay.errors import CorruptCheckpoint
 from backstay.rng import collect_rng, derive_rng, restore_rng
 from backstay.testing import run_ranks
 
-
 UNCAUGHT = pytest.mark.xfail(
     reason="src fault: restore_rng lets SafetensorError, OverflowError and IndexError through"
 )

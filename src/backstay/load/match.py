@@ -151,7 +151,7 @@ def match_optimizer(
     found: Match, optimizer: Optimizer, live: Collected, stored: Stored, options: MatchOptions
 ) -> None:
     """Find the state of each parameter and the fields of each group."""
-    listed = stored.owners if stored.owners is not None else list_owners(stored, live)
+    listed = stored.owners if stored.owners is not None else list_owners(stored, optimizer, live)
     for group in optimizer.param_groups:
         owners = [live.owner_of[id(parameter)] for parameter in group["params"]]
         for owner, parameter in zip(owners, group["params"], strict=True):
@@ -163,15 +163,26 @@ def match_optimizer(
         match_fields(found, group, owners, stored, options)
 
 
-def list_owners(stored: Stored, live: Collected) -> dict[str, list[str]]:
-    """Names of state values per parameter, for a checkpoint that does not list them."""
-    known = {*live.owner_of.values()}
+def list_owners(stored: Stored, optimizer: Optimizer, live: Collected) -> dict[str, list[str]]:
+    """Names of state values per parameter, for a checkpoint that does not list them.
+
+    A parameter with any state is taken to need what others with as many dimensions have: some of it missing is then noticed.
+    """
     listed: dict[str, list[str]] = {}
     for full in stored.names(OPTIMIZER_STATE):
         owner, _, name = full.removeprefix(OPTIMIZER_STATE).rpartition(".")
-        if owner in known:
-            listed.setdefault(owner, []).append(name)
-    return listed
+        listed.setdefault(owner, []).append(name)
+    usual: dict[int, dict[str, None]] = {}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for parameter in parameters:
+        names = listed.get(live.owner_of[id(parameter)], [])
+        usual.setdefault(parameter.ndim, {}).update(dict.fromkeys(names))
+    complete = {}
+    for parameter in parameters:
+        owner = live.owner_of[id(parameter)]
+        if owner in listed:
+            complete[owner] = list(usual[parameter.ndim])
+    return complete
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ complete and the manifest inside, all durable; an attempt has one outcome, the s
 `committed` file, or a failed record) while its writer lives; after its death the final directory does.
 """
 
+import posixpath
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -220,7 +221,8 @@ def check_complete(storage: Storage, attempt: Attempt, records: Sequence[DoneRec
 def write_metadata(
     storage: Storage, attempt: Attempt, source: FileSource, images: Mapping[int, int]
 ) -> FileRecord:
-    """Write one file of rank 0 that must come after all data."""
+    """Write one file of rank 0 that must come after all data, of which there may be none."""
+    storage.make_dir(posixpath.dirname(f"{attempt.directory}/{source.path}"))
     record, _ = storage.write_image(
         f"{attempt.directory}/{source.path}",
         image_fd=images[source.image_id],
