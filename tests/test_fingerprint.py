@@ -30,9 +30,6 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-PER_SHARD = pytest.mark.xfail(
-    reason="src fault: fingerprint_frozen adds 1 per shard, not per tensor"
-)
 
 
 class Base(nn.Module):
@@ -107,9 +104,9 @@ def values(dtype: torch.dtype, shape: tuple[int, ...] = (5, 3)) -> torch.Tensor:
     "mesh",
     [
         pytest.param((1,), id="1"),
-        pytest.param((2,), id="2", marks=PER_SHARD),
-        pytest.param((3,), id="3", marks=PER_SHARD),
-        pytest.param((2, 2), id="2x2", marks=PER_SHARD),
+        pytest.param((2,), id="2"),
+        pytest.param((3,), id="3"),
+        pytest.param((2, 2), id="2x2"),
     ],
 )
 def test_fsdp2_and_hsdp_have_the_fingerprint_of_the_whole_model(mesh: tuple[int, ...]) -> None:
@@ -122,7 +119,6 @@ def test_replicas_count_once() -> None:
     assert run_ranks(3, fingerprint_replicated) == [fingerprint_of(Base())] * 3
 
 
-@PER_SHARD
 def test_shards_along_other_dimensions_have_the_same_fingerprint() -> None:
     assert run_ranks(4, fingerprint_by_columns) == [fingerprint_of(Base())] * 4
 

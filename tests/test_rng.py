@@ -12,10 +12,6 @@ from backstay.errors import CorruptCheckpoint
 from backstay.rng import collect_rng, derive_rng, restore_rng
 from backstay.testing import run_ranks
 
-UNCAUGHT = pytest.mark.xfail(
-    reason="src fault: restore_rng lets SafetensorError, OverflowError and IndexError through"
-)
-
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -132,9 +128,9 @@ def test_derived_streams_are_the_same_every_time() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(b"", id="empty", marks=UNCAUGHT),
-        pytest.param(b"not a state", id="text", marks=UNCAUGHT),
-        pytest.param(bytes(200), id="zeros", marks=UNCAUGHT),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"not a state", id="text"),
+        pytest.param(bytes(200), id="zeros"),
         pytest.param(b"\x08" + bytes(7) + b"{}      ", id="no tensors"),
     ],
 )
@@ -143,7 +139,6 @@ def test_garbage_is_a_corrupt_checkpoint(data: bytes) -> None:
         restore_rng(data)
 
 
-@UNCAUGHT
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.999])
 def test_a_state_cut_short_is_a_corrupt_checkpoint(part: float) -> None:
     data = collect_rng()
@@ -158,11 +153,11 @@ def test_a_state_cut_short_is_a_corrupt_checkpoint(part: float) -> None:
         pytest.param({"torch": torch.zeros(4, dtype=torch.uint8)}, id="short"),
         pytest.param({"torch": torch.zeros(5056)}, id="dtype"),
         pytest.param({"python": torch.zeros(3, dtype=torch.int64)}, id="few words"),
-        pytest.param({"python": torch.full((625,), -1)}, id="negative", marks=UNCAUGHT),
+        pytest.param({"python": torch.full((625,), -1)}, id="negative"),
         pytest.param({"python_gauss": torch.zeros(2, dtype=torch.float64)}, id="two numbers"),
-        pytest.param({"numpy": torch.zeros(3, dtype=torch.int64)}, id="few keys", marks=UNCAUGHT),
+        pytest.param({"numpy": torch.zeros(3, dtype=torch.int64)}, id="few keys"),
         pytest.param({"numpy_position": torch.tensor([1, 2, 3])}, id="three numbers"),
-        pytest.param({"numpy_position": torch.tensor([1 << 50, 0])}, id="far", marks=UNCAUGHT),
+        pytest.param({"numpy_position": torch.tensor([1 << 50, 0])}, id="far"),
     ],
 )
 def test_a_state_of_another_form_is_a_corrupt_checkpoint(

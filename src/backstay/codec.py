@@ -36,7 +36,8 @@ def encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Json:
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        tensors[path] = value
+        if tensors.setdefault(path, value) is not value:
+            raise StateError(f"two values are called {path!r}")
         return {"$tensor": path}
     if type(value) in (list, tuple, set, frozenset):
         return _encode_sequence(value, path, tensors)  # type: ignore[arg-type]

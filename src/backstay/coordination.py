@@ -4,6 +4,7 @@ Runs in: the training thread. Guarantees: no training collective ever meets one 
 has a limit, and whoever did not come is named. Assumes: all ranks make the same calls in the same order.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ T = TypeVar("T")
 # How long those who gave up wait for each other, to find out who is missing.
 ROLL_CALL_S = 3.0
 MAX_NAMED = 8
+_serials = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Coordination:
         self.rank: int = dist.get_rank() if is_distributed else 0
         self.world_size: int = dist.get_world_size() if is_distributed else 1
         self._group: dist.ProcessGroup | None = None
-        self._num_groups = 0
+        self._serial = next(_serials)
         self._num_calls = 0
         self._open()
 
@@ -79,14 +81,16 @@ class Coordination:
         """Rank 0's value, on all ranks; the others' is ignored."""
         told = torch.tensor([value], dtype=torch.int64)
         if self.world_size > 1:
-            self._call("announce", lambda group: dist.broadcast(told, 0, group=group))
+            self._call("announce", lambda group: dist.broadcast(told, group_src=0, group=group))
         return int(told.item())
 
     def share(self, value: T) -> T:
         """Rank 0's object, on all ranks; the others' is ignored."""
         box: list[Any] = [value]
         if self.world_size > 1:
-            self._call("share", lambda group: dist.broadcast_object_list(box, 0, group=group))
+            self._call(
+                "share", lambda group: dist.broadcast_object_list(box, group_src=0, group=group)
+            )
         return box[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T] | None:
@@ -94,7 +98,9 @@ class Coordination:
         if self.world_size == 1:
             return [value]
         found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self._call("gather", lambda group: dist.gather_object(value, found, 0, group=group))
+        self._call(
+            "gather", lambda group: dist.gather_object(value, found, group_dst=0, group=group)
+        )
         return found
 
     def scatter(self, values: Sequence[T] | None) -> T:
@@ -104,7 +110,9 @@ class Coordination:
             return values[0]
         box: list[Any] = [None]
         given = None if values is None else list(values)
-        self._call("scatter", lambda group: dist.scatter_object_list(box, given, 0, group=group))
+        self._call(
+            "scatter", lambda group: dist.scatter_object_list(box, given, group_src=0, group=group)
+        )
         return box[0]  # type: ignore[no-any-return]
 
     def exchange(self, value: T) -> list[T]:
@@ -140,25 +148,30 @@ class Coordination:
         if self.world_size == 1:
             return
         limit = timedelta(seconds=self.timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=limit)
-        self._num_groups += 1
-        self._num_calls = 0
+        # Not new_group: its counter must be the same on all ranks, and an attempt that fails on some moves it there only.
+        # Ranks make the same calls, so the call's number names the group.
+        name = f"backstay/{self._serial}/group/{self._num_calls}"
+        store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        group = dist.ProcessGroup(store, self.rank, self.world_size)
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, self.rank, self.world_size, limit)
+        group._register_backend(torch.device("cpu"), gloo, backend)
+        group._set_default_backend(gloo)
+        self._group = group
 
     def _drop(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        self._group = None
 
     def _call(self, name: str, operation: Callable[[dist.ProcessGroup], object]) -> None:
-        if self._group is None:
-            # The last operation failed on all ranks, after which gloo connections are of no use.
-            self._open()
-        assert self._group is not None, "there is a group wherever there are several ranks"
         self._num_calls += 1
         began = time.monotonic()
         try:
+            if self._group is None:
+                # The last operation failed on all ranks, after which gloo connections are of no use.
+                self._open()
+            assert self._group is not None, "there is a group wherever there are several ranks"
             operation(self._group)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             missing = self._find_missing()
             self._drop()
             waited_s = time.monotonic() - began
@@ -166,7 +179,7 @@ class Coordination:
 
     def _find_missing(self) -> list[int] | None:
         """Ranks that did not come to the present call, as far as the rendezvous store tells; None if it does not."""
-        prefix = f"backstay/{self._num_groups}/{self._num_calls}"
+        prefix = f"backstay/{self._serial}/{self._num_calls}"
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/{self.rank}", "here")

@@ -5,7 +5,7 @@ Runs in: the trainer; the writer appends the same fields when its trainer is gon
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -55,15 +55,27 @@ class SaveEvent:
 
 
 def append_event(root: Path, event: SaveEvent) -> None:
-    """Add a line to the log below the root.
+    """Add an event to the log below the root.
 
     Raises:
         OSError: it cannot be written.
     """
-    data = (json.dumps(asdict(event)) + "\n").encode()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    append_fields(root, asdict(event))
+
+
+def append_fields(root: Path, fields: Mapping[str, object]) -> None:
+    """Add some fields of an event to the log, as one line.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = (json.dumps(fields) + "\n").encode()
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     fd = os.open(root / EVENTS_NAME, flags, 0o666)
     try:
+        end = os.fstat(fd).st_size
+        if end and os.pread(fd, 1, end - 1) != b"\n":
+            data = b"\n" + data  # a crash cut the last line short
         os.write(fd, data)
     finally:
         os.close(fd)
@@ -72,7 +84,7 @@ def append_event(root: Path, event: SaveEvent) -> None:
 def read_events(root: Path) -> list[SaveEvent]:
     """All events of a root's log; a line cut short by a crash is passed over."""
     try:
-        lines = (root / EVENTS_NAME).read_text().splitlines()
+        lines = (root / EVENTS_NAME).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     known = SaveEvent.__dataclass_fields__.keys()

@@ -28,7 +28,7 @@ def fingerprint_frozen(found: Collected, ranks: Coordination) -> str:
         tensor = found.tensors[key]
         if is_counted(tensor, ranks.rank):
             name = xxhash.xxh3_64_intdigest(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total += (name | 1) * (sum_tensor(tensor) + 1)
+            total += (name | 1) * (sum_tensor(tensor) + is_first(tensor))
     total %= 2**64
     signed = total - 2**64 if total >= 2**63 else total
     (has_any,) = ranks.agree([int(bool(found.frozen))])
@@ -44,6 +44,13 @@ def is_counted(tensor: Tensor, rank: int) -> bool:
         return False
     replicated = [i for i, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return all(coordinate[dim] == 0 for dim in replicated)
+
+
+def is_first(tensor: Tensor) -> bool:
+    """Whether this rank is the one that counts the tensor itself, once however many shards it has."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return not any(tensor.device_mesh.get_coordinate() or ())
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -41,7 +42,14 @@ def restore_rng(data: bytes) -> None:
     """
     try:
         _restore(load(data))
-    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+    except (
+        SafetensorError,
+        LookupError,
+        ValueError,
+        ArithmeticError,
+        RuntimeError,
+        TypeError,
+    ) as error:
         raise CorruptCheckpoint(
             f"RNG states cannot be read: {type(error).__name__}: {error}"
         ) from error

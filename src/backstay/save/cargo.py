@@ -7,8 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from backstay.rng import collect_rng
-from backstay.save.frozen import FrozenFile, Mark, mark
+from backstay.save.frozen import FrozenFile, digest_frozen
 from backstay.save.image import FileImage
 from backstay.save.layout import FROZEN, TRAINED, Layout, file_name
 from backstay.save.messages import CommitRequest, FileSource
@@ -27,14 +29,14 @@ class Cargo:
         files: all files of this rank.
         manifest: offset and size of the manifest's fields in the side image; on rank 0.
         frozen_image: for the file of frozen parameters, if it has to be written.
-        frozen_marks: of the parameters that go there.
+        frozen_digest: of the frozen parameters.
     """
 
     side: SideImage = field(default_factory=SideImage)
     files: list[FileSource] = field(default_factory=list)
     manifest: tuple[int, int] = (0, 0)
     frozen_image: FileImage | None = None
-    frozen_marks: list[Mark] = field(default_factory=list)
+    frozen_digest: str = ""
 
     def close(self) -> None:
         """Let go of the memory; the writer keeps what it was given."""
@@ -79,11 +81,10 @@ def load_frozen(
     if not num_bytes:
         return
     path = f"weights/{file_name(rank, FROZEN)}"
-    tensors = [found.tensors[key] for key in sorted(found.frozen)]
-    link_from = home.find(tensors)
+    cargo.frozen_digest = digest_frozen(frozen_tensors(found))
+    link_from = home.find(cargo.frozen_digest)
     if link_from is None:
         cargo.frozen_image = FileImage(num_bytes)
-        cargo.frozen_marks = [mark(tensor) for tensor in tensors]
     source = FileSource(
         path=path,
         role="frozen",
@@ -92,6 +93,11 @@ def load_frozen(
         link_from=link_from,
     )
     cargo.files.append(source)
+
+
+def frozen_tensors(found: Collected) -> list[tuple[str, Tensor]]:
+    """Key and tensor of all frozen parameters, in a fixed order."""
+    return [(key, found.tensors[key]) for key in sorted(found.frozen)]
 
 
 def encode_state(found: Collected, plan: Plan, step: int) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 from backstay import errors
 from backstay.errors import BackstayError, SaveFailed
 from backstay.events import SaveEvent
-from backstay.save.frozen import Mark
 from backstay.save.messages import Failed, Written
 
 
@@ -71,7 +70,8 @@ class Flight:
         error: why it failed; None while it has not.
         is_begun: whether the writer was told of it, so that it will report an outcome.
         held_s: how long the optimizer had to wait for the copy.
-        frozen_marks: of the frozen parameters whose file this save writes.
+        frozen_digest: of the frozen parameters in this save; "" if there are none.
+        has_frozen_image: whether the writer was given an image of them.
         committed_s: from the call until the outcome was known; None while it is not.
         num_reports: how many of the two things have happened that have to precede the event.
         is_over: set when the outcome is known and reported.
@@ -85,7 +85,8 @@ class Flight:
     error: BackstayError | None = None
     is_begun: bool = False
     held_s: float = 0.0
-    frozen_marks: list[Mark] = field(default_factory=list)
+    frozen_digest: str = ""
+    has_frozen_image: bool = False
     committed_s: float | None = None
     num_reports: int = 0
     is_over: threading.Event = field(default_factory=threading.Event)

@@ -20,8 +20,8 @@ from backstay.attempts import step_dir_name
 from backstay.coordination import Coordination, Range
 from backstay.errors import BackstayError, RanksDisagree, StateError, WriterDied
 from backstay.events import SaveEvent
-from backstay.save.cargo import Cargo, commit_request, load_cargo, load_frozen
-from backstay.save.frozen import FrozenFile, mark
+from backstay.save.cargo import Cargo, commit_request, frozen_tensors, load_cargo, load_frozen
+from backstay.save.frozen import FrozenFile, digest_frozen
 from backstay.save.layout import FROZEN, file_name
 from backstay.save.messages import AttachImage, BeginSave, DropImage, SubmitSave, WriterConfig
 from backstay.save.outcome import KILL_LIMIT_S, Outcomes
@@ -215,8 +215,8 @@ class Saver:
         }
         if ours and theirs == ours:
             found = self._collector.collect()
-            marks = [mark(found.tensors[key]) for key in sorted(found.frozen)]
-            self._frozen.settle(f"{path.name}/weights/{file_name(rank, FROZEN)}", marks)
+            digest = digest_frozen(frozen_tensors(found))
+            self._frozen.settle(f"{path.name}/weights/{file_name(rank, FROZEN)}", digest)
 
     def close(self) -> None:
         """End the writer and give back all memory; the save in flight, if any, must have been waited for."""
@@ -335,10 +335,14 @@ class Saver:
             raise
 
     def _stage(self, flight: Flight, cargo: Cargo, found: Collected, plan: Plan) -> None:
-        load_frozen(cargo, found, plan.rank_plan.layout, self._frozen, rank=self._ranks.rank)
         early, late = self._planned.copies(found)
-        if cargo.frozen_image is not None:
-            late += self._planned.frozen_copies(found, cargo.frozen_image)
+
+        def on_copied() -> None:
+            load_frozen(cargo, found, plan.rank_plan.layout, self._frozen, rank=self._ranks.rank)
+            if cargo.frozen_image is not None:
+                copies = self._planned.frozen_copies(found, cargo.frozen_image)
+                copies.run()
+                copies.check()
 
         def on_failed(error: Exception) -> None:
             cargo.close()
@@ -350,6 +354,7 @@ class Saver:
         self._staging = Staging(
             early=early,
             late=late,
+            on_copied=on_copied if found.frozen else None,
             on_staged=lambda: self._submit(flight, cargo),
             on_failed=on_failed,
         )
@@ -374,7 +379,8 @@ class Saver:
         if cargo.frozen_image is not None:
             attach = AttachImage(image_id=FROZEN_IMAGE, num_bytes=cargo.frozen_image.num_bytes)
             self._writer.send(attach, [cargo.frozen_image.fd])
-        flight.frozen_marks = cargo.frozen_marks
+            flight.has_frozen_image = True
+        flight.frozen_digest = cargo.frozen_digest
         message = SubmitSave(
             attempt=flight.attempt,
             step=flight.step,
@@ -391,10 +397,10 @@ class Saver:
         if flight.error is not None:
             # A link to it may be what failed.
             self._frozen.forget()
-        else:
+        elif flight.frozen_digest:
             path = f"weights/{file_name(self._ranks.rank, FROZEN)}"
-            self._frozen.settle(f"{step_dir_name(flight.step)}/{path}", flight.frozen_marks)
-        if flight.frozen_marks:
+            self._frozen.settle(f"{step_dir_name(flight.step)}/{path}", flight.frozen_digest)
+        if flight.has_frozen_image:
             with suppress(WriterDied):
                 self._writer.send(DropImage(image_id=FROZEN_IMAGE))
 

@@ -119,7 +119,8 @@ class Copies:
         chosen = [key for key in keys if key in slots and slots[key].view is not None]
         sources = [local_tensor(found.tensors[key]) for key in chosen]
         targets: list[Any] = [slots[key].view for key in chosen]
-        return Copies(chosen, targets, sources, [version_of(source) for source in sources])
+        wholes = [found.tensors[key] for key in chosen]
+        return Copies(chosen, targets, sources, [version_of(each) for each in wholes])
 
     def __add__(self, other: "Copies") -> "Copies":
         return Copies(
@@ -152,7 +153,8 @@ class Copies:
 
 def version_of(tensor: Tensor) -> int:
     """Count of in-place changes; tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    local = local_tensor(tensor)
+    return 0 if tensor.is_inference() else tensor._version + local._version
 
 
 class Fence:
@@ -189,6 +191,7 @@ class Staging:
     Args:
         early: what is copied before `begin` returns.
         late: what may be copied while forward and backward run.
+        on_copied: called after that, before the optimizer may step.
         on_staged: called when all is in the image, on the thread that copied last; its errors and those of copying go to `on_failed`.
     """
 
@@ -197,10 +200,11 @@ class Staging:
         *,
         early: Copies,
         late: Copies,
+        on_copied: Callable[[], None] | None,
         on_staged: Callable[[], None],
         on_failed: Callable[[Exception], None],
     ) -> None:
-        self._early, self._late = early, late
+        self._early, self._late, self._on_copied = early, late, on_copied
         self._on_staged, self._on_failed = on_staged, on_failed
         self._copied = threading.Event()
         self._thread: threading.Thread | None = None
@@ -223,7 +227,7 @@ class Staging:
         """Return when the optimizer may change what is being copied."""
         if self._cuda is not None:
             self._cuda.fence()
-        else:
+        if self._cuda is None or self._on_copied is not None:
             self._copied.wait()
 
     def join(self, timeout_s: float) -> bool:
@@ -237,6 +241,8 @@ class Staging:
         try:
             points.reach("save.stage")
             self._copy_late()
+            if self._on_copied is not None:
+                self._on_copied()
             self._copied.set()
             points.reach("save.submit")
             self._on_staged()

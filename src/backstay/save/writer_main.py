@@ -19,6 +19,7 @@ from pathlib import Path
 from backstay import points
 from backstay.attempts import DoneRecord, Failure, hold_lock, put_failed
 from backstay.errors import BackstayError
+from backstay.events import append_fields
 from backstay.manifest import Manifest
 from backstay.policies import RetentionPolicy
 from backstay.save.channel import Channel
@@ -302,15 +303,7 @@ class Writer:
     def append_event(self, event: dict[str, object]) -> None:
         """Telemetry on behalf of a trainer that is gone."""
         try:
-            fd = os.open(
-                self.root / "events.jsonl",
-                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-                0o666,
-            )
-            try:
-                os.write(fd, (json.dumps(event) + "\n").encode())
-            finally:
-                os.close(fd)
+            append_fields(self.root, event)
         except OSError as error:
             self.note("warning", f"the event of the last save is lost: {error}")
 
