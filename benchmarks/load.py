@@ -7,7 +7,7 @@ below this machine may keep a cache of its own, which nobody here can drop.
 A load begins with a new model and an optimizer without state, and ends when both hold all values: for stock that is `get_optimizer_state_dict`
 (which makes the state by an empty step), `dcp.load` and `set_optimizer_state_dict`. Every load runs in new processes and is checked by a sum over
 all values. Raw is a plain program that reads the same files with large pieces on a few threads: O_DIRECT if cold, else from
-the page cache; the files are shared out among the ranks.
+the page cache, into a few buffers that it uses again, so without the price of fresh memory; the files are shared out among the ranks.
 """
 
 import argparse
@@ -241,7 +241,7 @@ def claims(found: dict[Case, list[float]]) -> dict[str, float]:
             continue
         for theirs in CHECKPOINTS:
             other = found[Case(case.num_ranks, case.is_cold, STOCK, theirs)]
-            name = f"{case.num_ranks} ranks, {case.cache}: ours of {case.checkpoint} / stock of {theirs}"
+            name = f"{case.num_ranks} rank(s), {case.cache}: ours of {case.checkpoint} / stock of {theirs}"
             ratios[name] = common.median(values) / common.median(other)
     return ratios
 

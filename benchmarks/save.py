@@ -496,7 +496,14 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4, help="saves of each process (4)")
     parser.add_argument("--forward-s", type=float, default=0.5, help="sleep before the step (0.5)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="sleep before the first (5)")
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=list(SYSTEMS),
+        choices=SYSTEMS,
+        metavar="NAME",
+        help="some of: " + "; ".join(SYSTEMS),
+    )
     options = parser.parse_args()
     report(*run_all(options), options)
 

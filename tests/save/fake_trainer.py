@@ -14,6 +14,7 @@ from backstay.points import Action
 from backstay.save.messages import (
     AttachImage,
     BeginSave,
+    Begun,
     CommitRequest,
     Committed,
     Failed,
@@ -157,7 +158,7 @@ class FakeTrainer:
                 return message
             if isinstance(message, Note):
                 self.notes.append(message.text)
-            assert isinstance(message, (Ready, Written, Note))
+            assert isinstance(message, (Ready, Begun, Written, Note))
 
     def drain_notes(self) -> list[str]:
         """Close the writer and return all notes it ever sent."""

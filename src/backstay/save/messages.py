@@ -150,6 +150,13 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The writer shows, by its lock, that it works for the attempt: whoever restores from now on waits for it."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """This rank's files are on disk (fsynced) and its done record is written.
 
@@ -203,6 +210,7 @@ Message = (
     | AbandonSave
     | Close
     | Ready
+    | Begun
     | Written
     | Committed
     | Failed
@@ -217,6 +225,7 @@ _SIMPLE = {
         AbandonSave,
         Close,
         Ready,
+        Begun,
         Written,
         Committed,
         Failed,

@@ -13,7 +13,7 @@ from backstay.attempts import record_failure, step_dir_name
 from backstay.errors import BackstayError, CommitTimeout, SaveFailed, WriterDied
 from backstay.events import SaveEvent
 from backstay.save.commit import Attempt, AttemptFailed, await_outcome
-from backstay.save.messages import AbandonSave, Committed, Failed, Message, Note, Written
+from backstay.save.messages import AbandonSave, Begun, Committed, Failed, Message, Note, Written
 from backstay.save.pending import Flight, as_error
 from backstay.save.writer_process import WriterProcess
 
@@ -95,7 +95,9 @@ class Outcomes:
         flight = self.flight
         if flight is None or getattr(message, "attempt", None) != flight.attempt:
             return
-        if isinstance(message, Written):
+        if isinstance(message, Begun):
+            self.come_closer(flight)
+        elif isinstance(message, Written):
             flight.written = message
         elif isinstance(message, Committed):
             flight.numbers |= {"num_bytes": message.num_bytes, "unchanged": message.unchanged}
@@ -113,6 +115,13 @@ class Outcomes:
             log.error("%s; the next save starts a new one", cause)
         else:
             self._end_without_writer(flight, "WriterDied", cause)
+
+    def come_closer(self, flight: Flight) -> None:
+        """One of the two things has happened that make a save staged."""
+        with self._lock:
+            flight.num_steps_to_staged -= 1
+            if flight.num_steps_to_staged == 0 and not flight.pending.staged.done():
+                flight.pending.staged.set_result(None)
 
     def returned(self, flight: Flight) -> None:
         """The call that started the save has returned."""
@@ -151,9 +160,10 @@ class Outcomes:
             flight.committed_s = flight.elapsed_s()
         flight.error = error
         self._on_end(flight)
-        if not flight.pending.staged.done():
-            cause = error or SaveFailed(f"step {flight.step} ended before it was staged")
-            flight.pending.staged.set_exception(cause)
+        with self._lock:
+            if not flight.pending.staged.done():
+                cause = error or SaveFailed(f"step {flight.step} ended before it was staged")
+                flight.pending.staged.set_exception(cause)
         if error is None:
             flight.pending.committed.set_result(self._root / step_dir_name(flight.step))
         else:

@@ -39,7 +39,8 @@ class PendingCheckpoint:
 
     Attributes:
         step: of the checkpoint.
-        staged: done when all values are copied; whatever happens to the live state, or to this process, they will be written.
+        staged: done when all values are copied and in the writer's hands; whatever happens to the live state, or to this process,
+            they will be written, and a restart will wait for them.
         committed: done when the checkpoint is published; its result is the directory. Raises `SaveFailed`, or a subclass.
     """
 
@@ -69,6 +70,7 @@ class Flight:
         numbers: fields of the event, as they become known.
         error: why it failed; None while it has not.
         is_begun: whether the writer was told of it, so that it will report an outcome.
+        num_steps_to_staged: what is missing before nothing can be lost: all bytes handed over, and the writer's lock held.
         held_s: how long the optimizer had to wait for the copy.
         frozen_digest: of the frozen parameters in this save; "" if there are none.
         has_frozen_image: whether the writer was given an image of them.
@@ -84,6 +86,7 @@ class Flight:
     written: Written | None = None
     error: BackstayError | None = None
     is_begun: bool = False
+    num_steps_to_staged: int = 2
     held_s: float = 0.0
     frozen_digest: str = ""
     has_frozen_image: bool = False

@@ -389,7 +389,7 @@ class Saver:
             commit=commit,
         )
         self._writer.send(message, [cargo.side.fd])
-        flight.pending.staged.set_result(None)
+        self._outcomes.come_closer(flight)
         cargo.close()
 
     def _settle_frozen(self, flight: Flight) -> None:

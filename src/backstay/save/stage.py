@@ -106,36 +106,35 @@ class FrameCache:
 
 @dataclass(frozen=True)
 class Copies:
-    """Pairs of tensors, and the versions of the sources when they were collected."""
+    """Pairs of tensors, and the versions of the sources when they were collected.
 
-    keys: list[str]
+    Attributes:
+        tensors: key -> the tensor whose local part is copied.
+        targets, versions: in the same order.
+    """
+
+    tensors: dict[str, Tensor]
     targets: list[Tensor]
-    sources: list[Tensor]
     versions: list[int]
 
     @staticmethod
     def of(found: Collected, slots: Mapping[str, Slot], keys: Sequence[str]) -> "Copies":
         """The copies for those of `keys` that have a place."""
-        chosen = [key for key in keys if key in slots and slots[key].view is not None]
-        sources = [local_tensor(found.tensors[key]) for key in chosen]
-        targets: list[Any] = [slots[key].view for key in chosen]
-        wholes = [found.tensors[key] for key in chosen]
-        return Copies(chosen, targets, sources, [version_of(each) for each in wholes])
+        views = {key: slots[key].view for key in keys if key in slots}
+        targets = {key: view for key, view in views.items() if view is not None}
+        tensors = {key: found.tensors[key] for key in targets}
+        return Copies(tensors, [*targets.values()], [*map(version_of, tensors.values())])
 
-    def __add__(self, other: "Copies") -> "Copies":
-        return Copies(
-            self.keys + other.keys,
-            self.targets + other.targets,
-            self.sources + other.sources,
-            self.versions + other.versions,
-        )
+    @property
+    def sources(self) -> list[Tensor]:
+        """What is copied."""
+        return [local_tensor(tensor) for tensor in self.tensors.values()]
 
     def run(self) -> None:
         """Copy, or enqueue the copies of what lies on a device."""
-        if not self.keys:
-            return
-        with torch.no_grad():
-            torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
+        if self.targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
 
     def check(self) -> None:
         """See that no source was changed since it was collected.
@@ -143,8 +142,8 @@ class Copies:
         Raises:
             SaveFailed: one was.
         """
-        for key, source, version in zip(self.keys, self.sources, self.versions, strict=True):
-            if version_of(source) != version:
+        for (key, tensor), version in zip(self.tensors.items(), self.versions, strict=True):
+            if version_of(tensor) != version:
                 raise SaveFailed(
                     f"{key} was changed while it was being copied, outside of optimizer.step(). Nothing was published. "
                     'Use Checkpointer(staging="block"), which copies everything before save() returns'
@@ -152,7 +151,10 @@ class Copies:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count of in-place changes; tensors made in inference mode have none."""
+    """Count of in-place changes of a tensor and its local part; tensors made in inference mode have none.
+
+    It misses changes through `.data`, by fused kernels, and by `torch._foreach_*` on sharded tensors.
+    """
     local = local_tensor(tensor)
     return 0 if tensor.is_inference() else tensor._version + local._version
 

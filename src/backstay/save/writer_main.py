@@ -35,6 +35,7 @@ from backstay.save.messages import (
     AbandonSave,
     AttachImage,
     BeginSave,
+    Begun,
     Close,
     CommitRequest,
     Committed,
@@ -60,7 +61,7 @@ _IOPRIO_LOWEST_BEST_EFFORT = (2 << 13) | 7
 
 
 @dataclass
-class Begun:
+class Running:
     """An attempt under way: what it is, and the lock that says this writer lives."""
 
     attempt: Attempt
@@ -77,7 +78,7 @@ class Writer:
     storage: LocalStorage
     pruner: Pruner
     images: dict[int, int] = field(default_factory=dict)
-    begun: dict[str, Begun] = field(default_factory=dict)
+    begun: dict[str, Running] = field(default_factory=dict)
     incarnation: str = ""
 
     def serve(self) -> None:
@@ -127,7 +128,7 @@ class Writer:
         """Make the attempt's directories and show that this writer works for it."""
         attempt = Attempt(root=self.root, name=message.attempt, step=message.step)
         self.incarnation = message.attempt.partition("-")[0]
-        begun = Begun(attempt, -1)
+        begun = Running(attempt, -1)
         self.begun[message.attempt] = begun
         try:
             make_directory(self.root / ".attempts" / message.attempt)
@@ -137,6 +138,8 @@ class Writer:
             self.storage.make_dir(attempt.directory)
         except OSError as error:
             self.end_failed(begun, describe(error, self.config.rank), is_recorded=False)
+        else:
+            self.channel.send(Begun(attempt=message.attempt))
 
     def save(self, message: SubmitSave) -> None:
         """Write this rank's part and see the attempt to its end."""
@@ -191,7 +194,7 @@ class Writer:
         )
         return record
 
-    def commit(self, begun: Begun, request: CommitRequest, began: float) -> None:
+    def commit(self, begun: Running, request: CommitRequest, began: float) -> None:
         """On rank 0: wait for all ranks, publish, tell, prune."""
         config, attempt = self.config, begun.attempt
         records = await_done(attempt, world_size=config.world_size, limit_s=config.commit_timeout_s)
@@ -244,7 +247,7 @@ class Writer:
             self.note("warning", f"pruning stopped early, the next commit goes on: {error}")
 
     def end_committed(
-        self, begun: Begun, *, seconds: float, num_bytes: int, unchanged: bool
+        self, begun: Running, *, seconds: float, num_bytes: int, unchanged: bool
     ) -> bool:
         """Report the end; whether the trainer was there to hear it."""
         self.let_go(begun)
@@ -258,13 +261,13 @@ class Writer:
             )
         )
 
-    def fail(self, begun: Begun, cause: str) -> None:
+    def fail(self, begun: Running, cause: str) -> None:
         """End an attempt whose state never came."""
         self.end_failed(
             begun, Failure(rank=self.config.rank, kind="SaveFailed", cause=cause), is_recorded=False
         )
 
-    def end_failed(self, begun: Begun, failure: Failure, *, is_recorded: bool) -> None:
+    def end_failed(self, begun: Running, failure: Failure, *, is_recorded: bool) -> None:
         """Record the failure for the other ranks, tidy up, and report it."""
         attempt = begun.attempt
         if not is_recorded:
@@ -293,7 +296,7 @@ class Writer:
                     event | {"kind": failure.kind, "rank": failure.rank, "cause": failure.cause}
                 )
 
-    def let_go(self, begun: Begun) -> None:
+    def let_go(self, begun: Running) -> None:
         """The attempt is over for this rank."""
         self.begun.pop(begun.attempt.name, None)
         if begun.lock_fd >= 0:
