@@ -26,14 +26,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from backstay.coordination import Coordination
+from backstay.save.compare import Shared, hash_steady
 from backstay.save.plan import (
     LocalPlan,
     Plan,
     RankPlan,
-    Shared,
-    hash_steady,
     make_local_plan,
     make_rank_plans,
+    pause_collector,
     sign,
 )
 from backstay.save.planned import PlannedImage
@@ -85,10 +85,12 @@ def plan_many(_: int, __: int, world_size: int, dim: int) -> Planned:
 
     gathered = [pickle.dumps(plan) for plan in simulate(local, world_size)]
     began = time.perf_counter()
-    plans = [pickle.loads(data) for data in gathered]
+    with pause_collector():
+        plans = [pickle.loads(data) for data in gathered]
     unpickle_s = time.perf_counter() - began
     began = time.perf_counter()
-    rank_plans = make_rank_plans(plans)
+    with pause_collector():
+        rank_plans = make_rank_plans(plans)
     joint_plan_s = time.perf_counter() - began
 
     first = rank_plans[0]
@@ -122,6 +124,7 @@ def simulate(first: LocalPlan, world_size: int) -> list[LocalPlan]:
             frozen=first.frozen,
             slots={},
             aliases=first.aliases,
+            placements=first.placements,
         )
         for rank in range(1, world_size)
     ]

@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from backstay import points
 from backstay.attempts import step_dir_name
@@ -316,6 +317,7 @@ class Checkpointer:
 
     def _plan_after_first_step(self) -> None:
         """Optimizers have their state after their first step: plan then, so that even the first save is cheap."""
+        self._step_hooks: list[RemovableHandle] = []
         optimizers = self.state.optimizers
         if not 0 < len(optimizers) <= MAX_HOOKED_OPTIMIZERS:
             return
@@ -323,17 +325,18 @@ class Checkpointer:
         me = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, *_: object) -> None:
+            # The hooks stay: torch is just walking through them.
+            if not waiting:
+                return
             waiting.discard(id(optimizer))
             if waiting:
                 return
-            for handle in handles:
-                handle.remove()
             checkpointer = me()
             saver = None if checkpointer is None else checkpointer._saver
             if saver is not None and not saver.is_planned:
                 saver.prepare()
 
-        handles = [optimizer.register_step_post_hook(after_step) for optimizer in optimizers]
+        self._step_hooks = [each.register_step_post_hook(after_step) for each in optimizers]
 
     def _admit(self) -> None:
         """Once: refuse a root with checkpoints that this run does not go on from."""
@@ -433,6 +436,8 @@ class Checkpointer:
     def _release(self) -> None:
         saver, self._saver = self._saver, None
         atexit.unregister(self._exit_hook)
+        for hook in self._step_hooks:
+            hook.remove()
         if saver is not None:
             saver.close()
         self._ranks.close()

@@ -27,7 +27,7 @@ class SaveEvent:
         committed_s: likewise until the checkpoint was published, or had failed.
         num_bytes: of the whole checkpoint on rank 0; of this rank's files elsewhere.
         gb_per_s: `num_bytes` of this rank's files over `written_s`.
-        hash_s, cpu_s: of the writer: hashing summed over threads; all processor time.
+        hash_s, cpu_s: processor time of the writer for hashing, and in all.
         is_planned: whether this save had to make a plan.
         unchanged: all trained values are those of the checkpoint before.
         kind, rank, cause: of a failure.

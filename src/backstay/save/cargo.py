@@ -108,7 +108,7 @@ def encode_state(found: Collected, plan: Plan, step: int) -> bytes:
             "parts": found.parts,
             "own": sorted(plan.own),
             "owners": found.owners,
-            "placements": plan.placements,
+            "placements": plan.rank_plan.placements,
         }
     ).encode()
 

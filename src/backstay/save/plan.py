@@ -4,15 +4,14 @@ Runs in: the training thread, on all ranks together, once per run and again when
 stay DCP's (`DefaultSavePlanner`); here keys are sorted out between ranks, and every offset is fixed before any value is copied.
 """
 
+import gc
 import pickle
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import xxhash
-from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from backstay.coordination import Coordination
 from backstay.errors import StateError
 from backstay.frames import object_frame
+from backstay.save.compare import Shared, compare_ranks, is_opaque, object_keys, partial_slots
 from backstay.save.layout import Layout, file_name, make_layout, slot_bytes
 from backstay.state import (
     MODEL,
@@ -32,8 +32,6 @@ from backstay.state import (
     find_unstorable,
     local_tensor,
 )
-
-Hashes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,14 @@ class LocalPlan:
         frozen: names of parameters that nothing trains.
         slots: see `make_layout`.
         aliases: further name -> name, both as stored.
+        placements: see `find_placements`.
     """
 
     plan: SavePlan
     frozen: frozenset[str]
     slots: dict[str, int]
     aliases: dict[str, str]
+    placements: dict[str, list[list[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,13 @@ class RankPlan:
     Attributes:
         layout: where its frames lie.
         metadata: bytes of DCP's `.metadata`; only on rank 0.
+        placements: key of optimizer state -> how it is sharded, where that differs from its parameter; only on rank 0.
         num_bytes: data of all ranks together.
     """
 
     layout: Layout
     metadata: bytes = b""
+    placements: dict[str, list[list[Any]]] = field(default_factory=dict)
     num_bytes: int = 0
 
 
@@ -92,14 +94,12 @@ class Plan:
         signature: what it holds for.
         own: keys and parts that are stored per rank, as all ranks know them.
         apart: all names that need not be the same on all ranks: those, and what only some ranks have.
-        placements: key of optimizer state -> how it is sharded, where that differs from its parameter.
     """
 
     signature: Signature
     rank_plan: RankPlan
     own: frozenset[str]
     apart: frozenset[str]
-    placements: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
 def sign(found: Collected) -> Signature:
@@ -134,6 +134,25 @@ def make_plan(
     Raises:
         StateError: on all ranks, if some rank's state cannot be stored, or the ranks' states do not fit together.
     """
+    with pause_collector():
+        return _make_plan(found, ranks, known_own, trainable_only)
+
+
+@contextmanager
+def pause_collector() -> Iterator[None]:
+    """Planning makes millions of small objects that live on; walking them again and again takes ten times as long as making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _make_plan(
+    found: Collected, ranks: Coordination, known_own: frozenset[str], trainable_only: bool
+) -> Plan:
     shared = compare_ranks(found, ranks)
     own = shared.own | known_own
     local, error = None, None
@@ -157,119 +176,8 @@ def make_plan(
         signature=sign(found),
         rank_plan=ranks.scatter(rank_plans),
         own=own,
-        apart=own | shared.partial,
-        placements=find_placements(found),
+        apart=own | shared.partial | partial_slots(found, shared),
     )
-
-
-# Which values are a rank's own -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """How the ranks' values compare.
-
-    Attributes:
-        own: plain tensors and parts that are not the same on all ranks that have them.
-        partial: names that only some ranks have.
-        on_rank_0: slots of the small objects that rank 0 stores.
-    """
-
-    own: frozenset[str] = frozenset()
-    partial: frozenset[str] = frozenset()
-    on_rank_0: frozenset[str] = frozenset()
-
-
-def compare_ranks(found: Collected, ranks: Coordination) -> Shared:
-    """Compare, together with all ranks, what is taken to be the same on all of them.
-
-    Sharded tensors are DCP's business. Plain ones are taken for copies of one value by DCP, which keeps any one of them.
-
-    Raises:
-        StateError: small objects, such as the learning rate, differ.
-    """
-    if ranks.world_size == 1:
-        return Shared()
-    hashes, error = {}, None
-    try:
-        hashes = hash_shared(found, frozenset(found.own))
-    except RuntimeError as caught:
-        error = StateError(f"the state cannot be read: {caught}")
-    ranks.raise_together(error)
-    gathered = ranks.gather((hashes, found.own, frozenset(found.objects)))
-    shared: Shared | StateError = Shared()
-    if gathered is not None:
-        shared = _compare(gathered)
-    shared = ranks.share(shared)
-    if isinstance(shared, StateError):
-        raise shared
-    return shared
-
-
-def _compare(gathered: list[tuple[Hashes, set[str], frozenset[str]]]) -> Shared | StateError:
-    first: Hashes = {}
-    own: set[str] = set()
-    for hashes, declared, _ in gathered:
-        own |= declared
-        own |= {name for name, value in hashes.items() if first.setdefault(name, value) != value}
-    objects = frozenset().union(*(slots for _, _, slots in gathered))
-    if own & objects:
-        return StateError(
-            f"{sorted(own & objects)[:8]} differ between ranks; settings of optimizers have to be the same on all"
-        )
-    counts = Counter(name for hashes, _, _ in gathered for name in hashes)
-    partial = {name for name, count in counts.items() if count < len(gathered)}
-    return Shared(own=frozenset(own), partial=frozenset(partial), on_rank_0=gathered[0][2])
-
-
-def hash_shared(found: Collected, own: frozenset[str]) -> Hashes:
-    """Hash of each plain tensor and part that is taken to be the same on all ranks."""
-    hashes = {
-        key: hash_tensor(tensor)
-        for key, tensor in found.tensors.items()
-        if key not in own and not isinstance(tensor, DTensor)
-    }
-    trees = [*found.parts.items(), *found.objects.items()]
-    return hashes | {name: _hash(repr(tree).encode()) for name, tree in trees if name not in own}
-
-
-def hash_steady(found: Collected, apart: frozenset[str]) -> int:
-    """One number for all that has to be the same on all ranks and is cheap to compare: not what only an optimizer changes.
-
-    61 bits, so that it fits the agreement.
-
-    Args:
-        apart: names to be passed over.
-    """
-    hasher = xxhash.xxh3_64()
-    for key, tensor in found.tensors.items():
-        if key in found.late or key in found.frozen or key in apart or isinstance(tensor, DTensor):
-            continue
-        hasher.update(hash_tensor(tensor).to_bytes(8, "little"))
-    for name, tree in [*found.parts.items(), *found.objects.items()]:
-        if name not in apart:
-            hasher.update(repr(tree).encode())
-    return hasher.intdigest() >> 3
-
-
-def hash_tensor(tensor: Tensor) -> int:
-    """Hash of a tensor's dtype, shape and bytes."""
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    if is_opaque(tensor):
-        return _hash(head + object_frame(tensor.detach()))
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    hasher = xxhash.xxh3_64(head)
-    hasher.update(flat.numpy().data)
-    return hasher.intdigest()
-
-
-def _hash(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)
-
-
-def is_opaque(local: Tensor) -> bool:
-    """Whether a tensor's class, not its memory, says what it holds (a quantised tensor, say): then torch writes the frame."""
-    return hasattr(type(local), "__tensor_flatten__")
 
 
 # One rank's part -------------------------------------------------------------------------------------------------------
@@ -299,29 +207,25 @@ def make_local_plan(
         if stored_name(first, rank, own) in tensors
     }
     for slot, keys in object_keys(found).items():
-        if rank == 0 or slot not in shared.on_rank_0:
+        if rank == 0 or keys[0] not in shared.on_rank_0:
             state[keys[0]] = None
             slots[keys[0]] = slot_bytes(len(object_frame(found.objects[slot])))
             aliases |= dict.fromkeys(keys[1:], keys[0])
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, is_coordinator=rank == 0)
     frozen = frozenset(stored_name(key, rank, own) for key in found.frozen)
-    return LocalPlan(plan=planner.create_local_plan(), frozen=frozen, slots=slots, aliases=aliases)
+    return LocalPlan(
+        plan=planner.create_local_plan(),
+        frozen=frozen,
+        slots=slots,
+        aliases=aliases,
+        placements=find_placements(found),
+    )
 
 
 def stored_name(key: str, rank: int, own: frozenset[str]) -> str:
     """The name under which this rank's value is stored: rank 0's copy has the plain key, so that stock DCP finds one."""
     return f"rank_{rank}.{key}" if rank > 0 and key in own else key
-
-
-def object_keys(found: Collected) -> dict[str, list[str]]:
-    """Slot of each small object -> all keys that name it."""
-    shared = {
-        f"{group.slot}.{name}": [f"{PARAM_GROUPS}{owner}.{name}" for owner in group.owners]
-        for group in found.groups
-        for name in group.fields
-    }
-    return {slot: shared.get(slot, [slot]) for slot in found.objects}
 
 
 def find_placements(found: Collected) -> dict[str, list[list[Any]]]:
@@ -361,12 +265,14 @@ def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
             path = file_name(rank, piece.file)
             storage[item.index] = _StorageInfo(path, piece.offset, piece.num_bytes)
     aliases: dict[str, str] = {}
+    placements: dict[str, list[list[Any]]] = {}
     for local in gathered:
-        aliases |= local.aliases
+        aliases = local.aliases | aliases
+        placements |= local.placements
     metadata = finish_metadata(metadata, storage, aliases)
     num_bytes = sum(layout.num_bytes for layout in layouts)
     rank_plans = [RankPlan(layout=layout, num_bytes=num_bytes) for layout in layouts]
-    rank_plans[0] = replace(rank_plans[0], metadata=pickle.dumps(metadata))
+    rank_plans[0] = replace(rank_plans[0], metadata=pickle.dumps(metadata), placements=placements)
     return rank_plans
 
 

@@ -5,10 +5,11 @@ Runs in: the training thread. Assumes: nothing is changed here while a save is i
 
 from collections.abc import Callable, Sequence
 
+from backstay.save.compare import object_keys
 from backstay.save.image import FileImage
 from backstay.save.layout import PAGE_BYTES, TRAINED, round_up
 from backstay.save.messages import AttachImage, FileSource, Message
-from backstay.save.plan import Plan, object_keys, sign, stored_name
+from backstay.save.plan import Plan, sign, stored_name
 from backstay.save.stage import (
     Copies,
     FrameCache,

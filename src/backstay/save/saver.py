@@ -21,12 +21,13 @@ from backstay.coordination import Coordination, Range
 from backstay.errors import BackstayError, RanksDisagree, StateError, WriterDied
 from backstay.events import SaveEvent
 from backstay.save.cargo import Cargo, commit_request, frozen_tensors, load_cargo, load_frozen
+from backstay.save.compare import hash_steady
 from backstay.save.frozen import FrozenFile, digest_frozen
 from backstay.save.layout import FROZEN, file_name
 from backstay.save.messages import AttachImage, BeginSave, DropImage, SubmitSave, WriterConfig
 from backstay.save.outcome import KILL_LIMIT_S, Outcomes
 from backstay.save.pending import Flight, PendingCheckpoint
-from backstay.save.plan import Plan, hash_steady, make_plan
+from backstay.save.plan import Plan, make_plan
 from backstay.save.planned import FROZEN_IMAGE, PlannedImage
 from backstay.save.stage import Fence, Staging
 from backstay.save.writer_process import WriterProcess

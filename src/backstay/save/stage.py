@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backstay import points
@@ -155,8 +156,11 @@ def version_of(tensor: Tensor) -> int:
 
     It misses changes through `.data`, by fused kernels, and by `torch._foreach_*` on sharded tensors.
     """
-    local = local_tensor(tensor)
-    return 0 if tensor.is_inference() else tensor._version + local._version
+    if tensor.is_inference():
+        return 0
+    if isinstance(tensor, DTensor):
+        return tensor._version + tensor._local_tensor._version
+    return tensor._version
 
 
 class Fence:

@@ -17,7 +17,7 @@ class WriteStats:
 
     Attributes:
         seconds: wall time, fsync included.
-        hash_seconds: time spent hashing, summed over threads.
+        hash_seconds: processor time spent hashing, summed over threads.
         cpu_seconds: processor time of all threads.
         direct: whether the page cache was bypassed.
     """
