@@ -4,7 +4,7 @@ Collecting has no side effect on what is trained: no dummy optimizer step, no co
 to the next, because modules and optimizers may rebind what they hold.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -363,6 +363,23 @@ def _add_tensor(found: Collected, seen: dict[int, str], key: str, tensor: Tensor
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor: its shard if it is sharded, else the tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_opaque(local: Tensor) -> bool:
+    """Whether a tensor's class, not its memory, says what it holds (a quantised tensor, say): then torch writes the frame."""
+    return hasattr(type(local), "__tensor_flatten__") and not isinstance(local, DTensor)
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory of their own that this rank's part of a tensor is made of."""
+    local = local_tensor(tensor)
+    if not is_opaque(local):
+        yield local
+        return
+    subclass: Any = local
+    names, _ = subclass.__tensor_flatten__()
+    for name in names:
+        yield from plain_tensors(getattr(local, name))
 
 
 def find_unstorable(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

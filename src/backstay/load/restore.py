@@ -10,15 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from backstay import codec
 from backstay.coordination import Coordination
 from backstay.errors import (
     BackstayError,
@@ -29,12 +28,12 @@ from backstay.errors import (
 )
 from backstay.fingerprint import fingerprint_frozen
 from backstay.load.locate import Place, locate
-from backstay.load.match import Match, MatchOptions, Pending, match, replaced
+from backstay.load.match import Match, MatchOptions
+from backstay.load.match_state import match
+from backstay.load.put import put_into_place, put_rng
 from backstay.load.reader import TensorRead, read_tensors
-from backstay.load.stored import Stored, read_objects, read_stored
-from backstay.naming import canonical_names
-from backstay.rng import derive_rng, restore_rng
-from backstay.state import MODEL, PARTS, Collected, Collector, PerRank, TrainState, local_tensor
+from backstay.load.stored import Stored, read_stored
+from backstay.state import MODEL, PARTS, Collected, Collector, TrainState, local_tensor
 
 log = logging.getLogger("backstay")
 MAX_LINES = 40
@@ -271,94 +270,3 @@ def plan_reads(targets: Mapping[str, Tensor], metadata: Metadata) -> list[Tensor
 def is_here(tensor: Tensor) -> bool:
     """Whether this rank has a part of a tensor."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
-
-
-# Putting into place ----------------------------------------------------------------------------------------------------
-
-
-def put_into_place(state: TrainState, live: Collected, stored: Stored, found: Match) -> None:
-    """After all tensors are read: optimizer state, groups, trees."""
-    trees: dict[str, Any] = {
-        name: codec.decode(tree, found.tensors) for name, tree in found.parts.items()
-    }
-    waiting = [values for _, _, values in found.state] + [values for _, values in found.fields]
-    sources = [v.source for values in waiting for v in values.values() if isinstance(v, Pending)]
-    objects = read_objects(stored, sources)
-    for optimizer, parameter, values in found.state:
-        if values:
-            optimizer.state[parameter] = replaced(values, objects, trees)
-        else:
-            optimizer.state.pop(parameter, None)
-    for group, values in found.fields:
-        group.update(replaced(values, objects, trees))
-    put_model(state.model, live, found, trees)
-    schedulers = state.schedulers
-    for number, scheduler in enumerate(schedulers):
-        name = "lr_scheduler" if len(schedulers) == 1 else f"lr_scheduler.{number}"
-        if name in trees:
-            scheduler.load_state_dict(trees[name])
-    if state.sampler is not None and "sampler" in trees:
-        state.sampler.load_state_dict(trees["sampler"])
-    for name in state.extra:
-        if f"extra.{name}" in trees:
-            state.extra[name] = put_extra(state.extra[name], trees[f"extra.{name}"])
-
-
-def put_model(model: nn.Module, live: Collected, found: Match, trees: Mapping[str, Any]) -> None:
-    """Hand to the model what is no live parameter or buffer: extra state, and what its state-dict hooks made."""
-    raw = model.state_dict(keep_vars=True)
-    names = canonical_names(model, list(raw))
-    owned = {id(each) for each in [*model.parameters(), *model.buffers()]}
-    loaded: dict[str, Any] = {}
-    needs_load = False
-    for name, value in raw.items():
-        key = f"{MODEL}{names[name]}"
-        if key in trees:
-            loaded[name], needs_load = trees[key], True
-        elif isinstance(value, Tensor):
-            first = live.aliases.get(key, key)
-            is_live = id(value) in owned
-            loaded[name] = value.detach() if is_live else found.tensors.get(first, value)
-            needs_load = needs_load or (not is_live and first in found.tensors)
-        else:
-            loaded[name] = value
-    if needs_load:
-        model.load_state_dict(loaded)
-
-
-def put_extra(current: Any, value: Any) -> Any:
-    """Load a value of `extra`; returns what stands in the dict from now on."""
-    if isinstance(current, PerRank):
-        current.value = put_extra(current.value, value)
-        return current
-    if isinstance(current, nn.Module):
-        raw = list(current.state_dict(keep_vars=True))
-        names = canonical_names(current, raw)
-        current.load_state_dict({name: value[names[name]] for name in raw})
-        return current
-    if hasattr(current, "load_state_dict"):
-        current.load_state_dict(value)
-        return current
-    if isinstance(current, Tensor) and isinstance(value, Tensor):
-        if value is not current and value.data_ptr() != current.data_ptr():
-            return value
-        return current
-    return value
-
-
-def put_rng(place: Place, ranks: Coordination) -> None:
-    """Restore this rank's generators, or seed new ones where the number of ranks is another."""
-    assert place.manifest is not None, "stock checkpoints hold no generators"
-    saved = place.manifest.world_size
-    path = place.path / "rng" / f"rank-{ranks.rank % saved:05d}.safetensors"
-    data = path.read_bytes()
-    if saved == ranks.world_size:
-        restore_rng(data)
-        return
-    derive_rng(data, rank=ranks.rank, world_size=ranks.world_size)
-    if ranks.rank == 0:
-        log.warning(
-            "saved on %d ranks, restored on %d: random streams are seeded anew from the saved ones, differently on each rank",
-            saved,
-            ranks.world_size,
-        )

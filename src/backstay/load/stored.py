@@ -39,6 +39,7 @@ class Stored:
         own: keys and parts that were stored per rank.
         owners: canonical name -> names of its optimizer's state values; None for a stock checkpoint, which does not list them.
         placements: see `save.plan.find_placements`.
+        opaque: names of tensors whose class says what they hold.
         rank, is_same_world: this rank, and whether as many ranks saved.
         slices: name -> where its chunks lie.
         groups: canonical name -> field of its parameter group -> name as stored.
@@ -50,6 +51,7 @@ class Stored:
     own: frozenset[str] = frozenset()
     owners: dict[str, list[str]] | None = None
     placements: dict[str, list[list[Any]]] = field(default_factory=dict)
+    opaque: frozenset[str] = frozenset()
     rank: int = 0
     is_same_world: bool = True
     slices: dict[str, set[Slice]] = field(default_factory=dict)
@@ -111,6 +113,7 @@ def read_stored(place: Place, *, rank: int, world_size: int) -> Stored:
             own=frozenset(document["own"]),
             owners=document["owners"],
             placements=document["placements"],
+            opaque=frozenset(document.get("opaque", ())),
             is_same_world=is_same_world,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -201,5 +204,6 @@ def parse_object(frame: bytes, source: str) -> Any:
         return torch.load(io.BytesIO(frame), weights_only=True, map_location="cpu")
     except Exception as error:  # hostile bytes may raise anything; none of it is ours to tell apart
         raise CorruptCheckpoint(
-            f"{source} is no plain value, and nothing else is loaded: {error}"
+            f"{source} is no plain value, nor of a class registered with torch.serialization.add_safe_globals, and nothing "
+            f"else is loaded. If a library defines it, import that library before restoring. ({error})"
         ) from error

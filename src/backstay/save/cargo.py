@@ -109,6 +109,7 @@ def encode_state(found: Collected, plan: Plan, step: int) -> bytes:
             "own": sorted(plan.own),
             "owners": found.owners,
             "placements": plan.rank_plan.placements,
+            "opaque": sorted(plan.rank_plan.opaque),
         }
     ).encode()
 

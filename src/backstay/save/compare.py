@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from backstay.coordination import Coordination
 from backstay.errors import StateError
-from backstay.frames import object_frame
-from backstay.state import PARAM_GROUPS, Collected
+from backstay.state import PARAM_GROUPS, Collected, plain_tensors
 
 Hashes = dict[str, int]
 
@@ -123,22 +122,20 @@ def hash_steady(found: Collected, apart: frozenset[str]) -> int:
 
 def hash_tensor(tensor: Tensor) -> int:
     """Hash of a tensor's dtype, shape and bytes."""
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    if is_opaque(tensor):
-        return _hash(head + object_frame(tensor.detach()))
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    hasher = xxhash.xxh3_64(head)
-    hasher.update(flat.numpy().data)
+    hasher = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for part in plain_tensors(tensor):
+        hasher.update(bytes_view(part))
     return hasher.intdigest()
+
+
+def bytes_view(tensor: Tensor) -> memoryview:
+    """The bytes of a plain tensor, row by row; copied only if they are elsewhere or in another order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _hash(data: bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
-
-
-def is_opaque(local: Tensor) -> bool:
-    """Whether a tensor's class, not its memory, says what it holds (a quantised tensor, say): then torch writes the frame."""
-    return hasattr(type(local), "__tensor_flatten__")
 
 
 def named_objects(found: Collected) -> dict[str, Any]:

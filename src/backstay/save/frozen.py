@@ -5,12 +5,12 @@ Decided by content, not by torch's version counters: those do not count everythi
 
 from collections.abc import Iterable
 
-import torch
 import xxhash
 from torch import Tensor
 
 from backstay.fingerprint import sum_tensor
-from backstay.state import local_tensor
+from backstay.save.compare import bytes_view
+from backstay.state import plain_tensors
 
 
 def digest_frozen(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -19,12 +19,13 @@ def digest_frozen(tensors: Iterable[tuple[str, Tensor]]) -> str:
     is_empty = True
     for name, tensor in tensors:
         is_empty = False
-        local = local_tensor(tensor).detach()
-        hasher.update(f"{name} {local.dtype} {tuple(local.shape)}".encode())
-        if local.is_cpu and not hasattr(type(local), "__tensor_flatten__"):
-            hasher.update(local.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        else:
-            hasher.update(sum_tensor(tensor).to_bytes(8, "little"))
+        for part in plain_tensors(tensor):
+            hasher.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            if part.is_cpu:
+                hasher.update(bytes_view(part))
+            else:
+                # Read where it is: a device sums faster than its bytes could be fetched.
+                hasher.update(sum_tensor(part).to_bytes(8, "little"))
     return "" if is_empty else hasher.hexdigest()
 
 

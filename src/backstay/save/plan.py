@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from backstay.coordination import Coordination
 from backstay.errors import StateError
 from backstay.frames import object_frame
-from backstay.save.compare import Shared, compare_ranks, is_opaque, object_keys, partial_slots
+from backstay.save.compare import Shared, compare_ranks, object_keys, partial_slots
 from backstay.save.layout import Layout, file_name, make_layout, slot_bytes
 from backstay.state import (
     MODEL,
@@ -30,6 +30,7 @@ from backstay.state import (
     Collected,
     Group,
     find_unstorable,
+    is_opaque,
     local_tensor,
 )
 
@@ -43,6 +44,7 @@ class Signature:
     shapes: list[torch.Size]
     specs: list[Any]
     aliases: dict[str, str]
+    late: set[str]
     frozen: set[str]
     groups: list[Group]
     objects: set[str]
@@ -60,6 +62,7 @@ class LocalPlan:
         slots: see `make_layout`.
         aliases: further name -> name, both as stored.
         placements: see `find_placements`.
+        opaque: names of tensors whose class says what they hold.
     """
 
     plan: SavePlan
@@ -67,6 +70,7 @@ class LocalPlan:
     slots: dict[str, int]
     aliases: dict[str, str]
     placements: dict[str, list[list[Any]]]
+    opaque: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +81,14 @@ class RankPlan:
         layout: where its frames lie.
         metadata: bytes of DCP's `.metadata`; only on rank 0.
         placements: key of optimizer state -> how it is sharded, where that differs from its parameter; only on rank 0.
+        opaque: names of tensors whose class says what they hold; only on rank 0.
         num_bytes: data of all ranks together.
     """
 
     layout: Layout
     metadata: bytes = b""
     placements: dict[str, list[list[Any]]] = field(default_factory=dict)
+    opaque: frozenset[str] = frozenset()
     num_bytes: int = 0
 
 
@@ -111,6 +117,7 @@ def sign(found: Collected) -> Signature:
         shapes=[tensor.shape for tensor in tensors],
         specs=[getattr(tensor, "_spec", None) for tensor in tensors],
         aliases=found.aliases,
+        late=found.late,
         frozen=found.frozen,
         groups=found.groups,
         objects={*found.objects},
@@ -200,6 +207,7 @@ def make_local_plan(
         for name, tensor in tensors.items()
         if is_opaque(local_tensor(tensor))
     }
+    opaque = frozenset(slots)
     state: dict[str, Any] = dict(tensors)
     aliases = {
         stored_name(name, rank, own): stored_name(first, rank, own)
@@ -220,6 +228,7 @@ def make_local_plan(
         slots=slots,
         aliases=aliases,
         placements=find_placements(found),
+        opaque=opaque,
     )
 
 
@@ -272,7 +281,12 @@ def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
     metadata = finish_metadata(metadata, storage, aliases)
     num_bytes = sum(layout.num_bytes for layout in layouts)
     rank_plans = [RankPlan(layout=layout, num_bytes=num_bytes) for layout in layouts]
-    rank_plans[0] = replace(rank_plans[0], metadata=pickle.dumps(metadata), placements=placements)
+    rank_plans[0] = replace(
+        rank_plans[0],
+        metadata=pickle.dumps(metadata),
+        placements=placements,
+        opaque=frozenset().union(*(local.opaque for local in gathered)),
+    )
     return rank_plans
 
 

@@ -15,6 +15,7 @@ from backstay.save.stage import (
     FrameCache,
     Outgrown,
     Places,
+    Route,
     encode_objects,
     lay_out,
 )
@@ -23,6 +24,7 @@ from backstay.state import Collected
 MAIN_IMAGE, FROZEN_IMAGE = 0, 1
 # An image is kept for a new plan that needs nearly as much.
 MAX_WASTE = 1.25
+NO_ROUTES = (Route([], []), Route([], []))
 
 
 class PlannedImage:
@@ -39,6 +41,7 @@ class PlannedImage:
         self._send = send
         self._image: FileImage | None = None
         self._places: Places | None = None
+        self._routes = NO_ROUTES
         self._frames = FrameCache()
 
     def fits(self, found: Collected) -> bool:
@@ -60,10 +63,13 @@ class PlannedImage:
         """
         layout, metadata = plan.rank_plan.layout, plan.rank_plan.metadata
         tail = round_up(layout.file_bytes[TRAINED], PAGE_BYTES)
-        self._places = None
+        self._places, self._routes = None, NO_ROUTES
         image = self._make_room(tail + len(metadata))
         image.put(tail, metadata)
         self._places = lay_out(image, layout, TRAINED, self.keys(plan, found))
+        early = [key for key in found.tensors if key not in found.late and key not in found.frozen]
+        slots = self._places.slots
+        self._routes = (Route.of(slots, early), Route.of(slots, found.late))
         self.plan = plan
         self.attach()
 
@@ -81,10 +87,9 @@ class PlannedImage:
     def copies(self, found: Collected) -> tuple[Copies, Copies]:
         """What is to be copied before `save` returns, and what may be copied later; small objects are put into place here."""
         assert self._places is not None, "an agreed save has a plan"
-        slots = self._places.slots
         put_objects(self._places, found, self._frames)
-        early = [key for key in found.tensors if key not in found.late and key not in found.frozen]
-        return Copies.of(found, slots, early), Copies.of(found, slots, [*found.late])
+        early, late = self._routes
+        return Copies.of(found, early), Copies.of(found, late)
 
     def frozen_copies(self, found: Collected, image: FileImage) -> Copies:
         """What is to be copied into an image for the file of frozen parameters."""
@@ -92,7 +97,7 @@ class PlannedImage:
         layout = self.plan.rank_plan.layout
         places = lay_out(image, layout, 1 - TRAINED, self.keys(self.plan, found))
         put_objects(places, found, self._frames)
-        return Copies.of(found, places.slots, [*found.frozen])
+        return Copies.of(found, Route.of(places.slots, found.frozen))
 
     def metadata_source(self) -> FileSource:
         """Where the writer finds DCP's `.metadata`; on rank 0."""
@@ -113,7 +118,7 @@ class PlannedImage:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._places = None
+        self._places, self._routes = None, NO_ROUTES
         if self._image is not None:
             self._image.close()
             self._image = None

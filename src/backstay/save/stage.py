@@ -8,7 +8,7 @@ Assumes: nothing is staged into an image that is still being written.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,36 +106,45 @@ class FrameCache:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Pairs of tensors, and the versions of the sources when they were collected.
+class Route:
+    """Which values go where, as long as a plan holds.
 
     Attributes:
-        tensors: key -> the tensor whose local part is copied.
-        targets, versions: in the same order.
+        keys, views: in the same order.
     """
 
-    tensors: dict[str, Tensor]
-    targets: list[Tensor]
+    keys: list[str]
+    views: list[Tensor]
+
+    @staticmethod
+    def of(slots: Mapping[str, Slot], keys: Iterable[str]) -> "Route":
+        """The way of those of `keys` that have a place for raw bytes."""
+        views = {key: slots[key].view for key in keys if key in slots}
+        found = {key: view for key, view in views.items() if view is not None}
+        return Route([*found], [*found.values()])
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copying of one save: where to, and the sources with their versions when they were collected."""
+
+    route: Route
+    tensors: list[Tensor]
+    sources: list[Tensor]
     versions: list[int]
 
     @staticmethod
-    def of(found: Collected, slots: Mapping[str, Slot], keys: Sequence[str]) -> "Copies":
-        """The copies for those of `keys` that have a place."""
-        views = {key: slots[key].view for key in keys if key in slots}
-        targets = {key: view for key, view in views.items() if view is not None}
-        tensors = {key: found.tensors[key] for key in targets}
-        return Copies(tensors, [*targets.values()], [*map(version_of, tensors.values())])
-
-    @property
-    def sources(self) -> list[Tensor]:
-        """What is copied."""
-        return [local_tensor(tensor) for tensor in self.tensors.values()]
+    def of(found: Collected, route: Route) -> "Copies":
+        """The copies along a route."""
+        tensors = [found.tensors[key] for key in route.keys]
+        versions = [version_of(tensor) for tensor in tensors]
+        return Copies(route, tensors, [local_tensor(tensor) for tensor in tensors], versions)
 
     def run(self) -> None:
         """Copy, or enqueue the copies of what lies on a device."""
-        if self.targets:
+        if self.sources:
             with torch.no_grad():
-                torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
+                torch._foreach_copy_(self.route.views, self.sources, non_blocking=True)
 
     def check(self) -> None:
         """See that no source was changed since it was collected.
@@ -143,7 +152,7 @@ class Copies:
         Raises:
             SaveFailed: one was.
         """
-        for (key, tensor), version in zip(self.tensors.items(), self.versions, strict=True):
+        for key, tensor, version in zip(self.route.keys, self.tensors, self.versions, strict=True):
             if version_of(tensor) != version:
                 raise SaveFailed(
                     f"{key} was changed while it was being copied, outside of optimizer.step(). Nothing was published. "
