@@ -85,7 +85,7 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path) -> None:
     expected = state_bytes(training.model, training.optimizers)
     buffer = "running_mean"
     with (
-        inject(slow_at("save.stage", 0.2)),
+        inject(slow_at("save.stage", 1.0)),
         Checkpointer(tmp_path, train_state(training)) as checkpointer,
     ):
         checkpointer.save(1)

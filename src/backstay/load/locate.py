@@ -22,6 +22,7 @@ from backstay.manifest import MANIFEST_NAME, Manifest
 
 log = logging.getLogger("backstay")
 WEIGHTS_DIR = "weights"
+STATE_NAME = "state.json"
 POLL_S = 0.05
 
 
@@ -43,6 +44,13 @@ class Place:
     def step(self) -> int:
         """Of the checkpoint; stock DCP does not know any."""
         return 0 if self.manifest is None else self.manifest.step
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a `Checkpointer` wrote it, with everything beside the tensors."""
+        return self.manifest is not None and any(
+            file.path == STATE_NAME for file in self.manifest.files
+        )
 
 
 def locate(
@@ -97,10 +105,10 @@ def choose(
     """The checkpoint to load, as far as names and sizes tell; on rank 0."""
     if verify not in ("size", "full"):
         raise InvalidArgument(f"verify={verify!r}: expected 'size' or 'full'")
-    if (path / METADATA_NAME).exists():
-        return Place(path, path, None)
     if (path / MANIFEST_NAME).exists():
         return choose_directory(path, step)
+    if (path / METADATA_NAME).exists():
+        return choose_stock(path, step, verify)
     if (path / WEIGHTS_DIR / METADATA_NAME).exists():
         raise CorruptCheckpoint(f"{path} was never committed: it has no {MANIFEST_NAME}")
     catalog = Catalog(path)
@@ -108,6 +116,17 @@ def choose(
     if step is not None:
         return as_place(whole(catalog.get(step)))
     return choose_newest(catalog, rejected)
+
+
+def choose_stock(path: Path, step: int | None, verify: str) -> Place:
+    """A checkpoint that stock DCP wrote."""
+    if step is not None:
+        raise CheckpointNotFound(
+            f"{path} is one stock DCP checkpoint, which records no step; leave out step={step}"
+        )
+    if verify == "full":
+        log.warning("%s has no hashes to verify: stock DCP wrote it", path)
+    return Place(path, path, None)
 
 
 def choose_directory(path: Path, step: int | None) -> Place:
@@ -150,8 +169,11 @@ def whole(entry: Entry) -> Entry:
 
 
 def as_place(entry: Entry) -> Place:
-    """Where the files of one of our checkpoints are."""
-    return Place(entry.path, entry.path / WEIGHTS_DIR, entry.manifest)
+    """Where the files of one of our checkpoints are; `interop.dcp` writes them without a directory of their own."""
+    has_weights = any(file.path.startswith(f"{WEIGHTS_DIR}/") for file in entry.manifest.files)
+    return Place(
+        entry.path, entry.path / WEIGHTS_DIR if has_weights else entry.path, entry.manifest
+    )
 
 
 def wait_for_writers(catalog: Catalog, limit_s: float) -> None:

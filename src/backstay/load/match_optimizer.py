@@ -136,7 +136,8 @@ def match_frame(
         shape = tuple(local_shape)
     for index, info in stored.metadata.storage_data.items():
         is_here = index.fqn == source and tuple(index.offset or ()) == tuple(offsets)
-        if is_here and tuple(entry.chunks[index.index or 0].sizes) == shape:
+        sizes = {tuple(chunk.sizes) for chunk in entry.chunks if chunk.offsets == index.offset}
+        if is_here and shape in sizes:
             where = (info.relative_path, info.offset, info.length)
             return PendingFrame(source, where, parameter)
     found.problems.append(

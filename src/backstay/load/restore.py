@@ -167,7 +167,7 @@ def restore_place(
     try:
         read_tensors(place.weights, plan_reads(found.targets, stored.metadata))
         put_into_place(state, live, stored, found)
-        if "rng" in parts and place.manifest is not None:
+        if "rng" in parts and place.has_state:
             put_rng(place, ranks)
     except (BackstayError, OSError) as caught:
         log.error("the state is now partly loaded: do not train on")  # noqa: TRY400
@@ -241,6 +241,11 @@ def plan_reads(targets: Mapping[str, Tensor], metadata: Metadata) -> list[Tensor
         place = metadata.storage_data.get(item.storage_index)
         if place is None:
             raise CorruptCheckpoint(f"the metadata gives no place for a chunk of {name}")
+        if place.transform_descriptors:
+            raise CorruptCheckpoint(
+                f"{name} was stored through DCP's transform extensions {place.transform_descriptors}, which Backstay does not "
+                "read; load it with stock dcp.load"
+            )
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), "targets are tensors on both sides"
         chunk = entry.chunks[item.storage_index.index or 0]

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from backstay.codec import Json
 from backstay.errors import CorruptCheckpoint
-from backstay.load.locate import Place
+from backstay.load.locate import STATE_NAME, Place
 from backstay.load.metadata import read_metadata
 from backstay.load.reader import read_slices
 from backstay.state import MODEL, OPTIMIZER_STATE, PARAM_GROUPS
 
-STATE_NAME = "state.json"
 _GROUP_MEMBERS = re.compile(re.escape(PARAM_GROUPS) + r"(\d+)\.params")
 Slice = tuple[str, int, int]
 
@@ -59,8 +58,8 @@ class Stored:
 
     @property
     def is_ours(self) -> bool:
-        """Whether Backstay committed it, rather than stock DCP."""
-        return self.place.manifest is not None
+        """Whether a `Checkpointer` wrote it."""
+        return self.place.has_state
 
     def source(self, key: str) -> str:
         """The name under which this rank's value of `key` is stored."""
@@ -98,7 +97,7 @@ def read_stored(place: Place, *, rank: int, world_size: int) -> Stored:
         slices.setdefault(index.fqn, set()).add((info.relative_path, info.offset, info.length))
     stored = Stored(place=place, metadata=metadata, rank=rank, slices=slices)
     stored = replace(stored, groups=find_groups(stored))
-    if place.manifest is None:
+    if place.manifest is None or not place.has_state:
         return stored
     document = read_json(place.path / STATE_NAME)
     is_same_world = place.manifest.world_size == world_size

@@ -203,7 +203,7 @@ def make_local_plan(
         if not (trainable_only and key in found.frozen)
     }
     slots = {
-        name: slot_bytes(len(object_frame(local_tensor(tensor).detach())))
+        name: slot_bytes(len(object_frame(local_tensor(tensor).detach().cpu())))
         for name, tensor in tensors.items()
         if is_opaque(local_tensor(tensor))
     }

@@ -76,7 +76,7 @@ def encode_objects(
         if key in found.objects:
             data = frames.encode(found.objects[key])
         else:
-            data = object_frame(local_tensor(found.tensors[key]).detach())
+            data = object_frame(local_tensor(found.tensors[key]).detach().cpu())
         if len(data) > slot.piece.num_bytes:
             raise Outgrown(key)
         encoded[key] = data
