@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +17,34 @@ from backstay.errors import CorruptCheckpoint
 _NO_GAUSS = float("nan")
 
 
+@dataclass(frozen=True)
+class RngStates:
+    """The generators' states as their libraries give them: cheap to take, to be encoded later."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    cuda: Tensor | None
+
+
+def take_rng() -> RngStates:
+    """The present states. Nothing is drawn."""
+    cuda = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        cuda = torch.cuda.get_rng_state()
+    numpy: Any = np.random.get_state(legacy=True)
+    return RngStates(random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+
 def collect_rng() -> bytes:
     """The present states, as the bytes of a safetensors file. Nothing is drawn."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return encode_rng(take_rng())
+
+
+def encode_rng(states: RngStates) -> bytes:
+    """States as the bytes of a safetensors file."""
+    version, words, gauss = states.python
+    name, keys, position, has_gauss, cached = states.numpy
     assert version == 3, "Python's generator has had version 3 since 2.3"
     assert name == "MT19937", "the legacy interface knows one generator"
     tensors = {
@@ -27,10 +53,10 @@ def collect_rng() -> bytes:
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
         "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
+        "torch": states.torch,
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+    if states.cuda is not None:
+        tensors["cuda"] = states.cuda
     return save(tensors)
 
 

@@ -7,6 +7,7 @@ new writer if the old one is gone. Assumes: all ranks call `save`, `settle` and 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from backstay.attempts import step_dir_name
 from backstay.coordination import Coordination, Range
 from backstay.errors import BackstayError, RanksDisagree, StateError, WriterDied
 from backstay.events import SaveEvent
-from backstay.save.cargo import Cargo, commit_request, frozen_tensors, load_cargo, load_frozen
+from backstay.rng import encode_rng, take_rng
+from backstay.save.cargo import Cargo, frozen_tensors
 from backstay.save.compare import hash_steady
 from backstay.save.frozen import FrozenFile, digest_frozen
 from backstay.save.layout import FROZEN, file_name
@@ -99,6 +101,8 @@ class Saver:
         self._base: str | None = None
         self._num_attempts = 0
         self._staging: Staging | None = None
+        # One thread for all saves: starting one takes its time, and a thread just started holds the interpreter.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backstay-stage")
         self._fence = Fence()
         self._outcomes = Outcomes(
             self._root,
@@ -190,8 +194,20 @@ class Saver:
         self._ranks.raise_together(error)
         assert found is not None, "a rank without a state has raised"
         self._make_plan(found)
+        self._rehearse(found)
         is_on_cuda = any(tensor.is_cuda for tensor in found.tensors.values())
         self._planned.prefault(pin_for_cuda=is_on_cuda)
+
+    def _rehearse(self, found: Collected) -> None:
+        """Go once through what each save does, so that the first one finds everything loaded and cached."""
+        plan = self._planned.plan
+        assert plan is not None, "rehearsed after planning"
+        self._planned.fits(found)
+        self._planned.copies(found)
+        hash_steady(found, plan.apart)
+        encode_rng(take_rng())
+        self._thread.submit(time.monotonic)
+        self._ranks.agree([0] * 7)
 
     def adopt_run(self, run_id: str) -> None:
         """Go on as part of that run: retention then counts its checkpoints."""
@@ -223,6 +239,7 @@ class Saver:
         """End the writer and give back all memory; the save in flight, if any, must have been waited for."""
         self._fence.remove()
         self._writer.close()
+        self._thread.shutdown(wait=False)
         self._planned.close()
 
     # Agreement --------------------------------------------------------------------------------------------------------
@@ -326,20 +343,18 @@ class Saver:
         assert plan is not None, "an agreed save has a plan"
         self._writer.send(BeginSave(attempt=flight.attempt, step=request.step))
         flight.is_begun = True
-        manifest = self._manifest(request)
-        rank = self._ranks.rank
-        cargo = load_cargo(found, plan, rank=rank, step=request.step, manifest=manifest)
-        try:
-            self._stage(flight, cargo, found, plan)
-        except BaseException:
-            cargo.close()
-            raise
-
-    def _stage(self, flight: Flight, cargo: Cargo, found: Collected, plan: Plan) -> None:
+        cargo = Cargo(
+            found=found,
+            plan=plan,
+            rank=self._ranks.rank,
+            step=request.step,
+            rng=take_rng(),
+            manifest=self._manifest(request),
+        )
         early, late = self._planned.copies(found)
 
         def on_copied() -> None:
-            load_frozen(cargo, found, plan.rank_plan.layout, self._frozen, rank=self._ranks.rank)
+            cargo.load_frozen(self._frozen)
             if cargo.frozen_image is not None:
                 copies = self._planned.frozen_copies(found, cargo.frozen_image)
                 copies.run()
@@ -360,7 +375,7 @@ class Saver:
             on_failed=on_failed,
         )
         self._fence.guard(self._staging, on_held)
-        self._staging.begin(block=self._options.staging == "block")
+        self._staging.begin(self._thread if self._options.staging == "overlap" else None)
 
     def _manifest(self, request: Request) -> dict[str, object]:
         return {
@@ -374,9 +389,10 @@ class Saver:
     def _submit(self, flight: Flight, cargo: Cargo) -> None:
         """All is copied: hand over to the writer."""
         flight.numbers["staged_s"] = flight.elapsed_s()
+        cargo.load()
         commit = None
         if self._ranks.rank == 0:
-            commit = commit_request(cargo, self._planned.metadata_source(), flight.numbers)
+            commit = cargo.commit_request(self._planned.metadata_source(), flight.numbers)
         if cargo.frozen_image is not None:
             attach = AttachImage(image_id=FROZEN_IMAGE, num_bytes=cargo.frozen_image.num_bytes)
             self._writer.send(attach, [cargo.frozen_image.fd])

@@ -1,6 +1,6 @@
 """Stager: the values of a train state -> the file image, and the fence that keeps the optimizer off until they are copied.
 
-Runs in: the training thread (`place`, `begin`, the fence) and one thread per save that copies what only an optimizer step changes.
+Runs in: the training thread (`begin`, the fence) and one other that copies what only an optimizer step changes.
 Guarantees: when `begin` returns, everything that forward and backward may change is copied; when the fence lets go, all is copied. A tensor
 that was changed under the copy fails the save instead of being stored half old, half new.
 Assumes: nothing is staged into an image that is still being written.
@@ -9,6 +9,7 @@ Assumes: nothing is staged into an image that is still being written.
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,22 +222,20 @@ class Staging:
     ) -> None:
         self._early, self._late, self._on_copied = early, late, on_copied
         self._on_staged, self._on_failed = on_staged, on_failed
-        self._copied = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._copied, self._over = threading.Event(), threading.Event()
         self._cuda = CudaCopy.of([*early.sources, *late.sources])
 
-    def begin(self, *, block: bool) -> None:
-        """Copy the early part; start on the late part, or copy it as well if `block`."""
+    def begin(self, thread: Executor | None) -> None:
+        """Copy the early part; have the late part copied by `thread`, or copy it as well without one."""
         points.reach("save.stage_early")
         # On CUDA this only enqueues, on the training's own stream: what follows there finds the early part copied.
         self._early.run()
         if self._cuda is not None:
             self._cuda.launch(self._late)
-        if block:
+        if thread is None:
             self._finish()
         else:
-            self._thread = threading.Thread(target=self._finish, name="backstay-stage", daemon=True)
-            self._thread.start()
+            thread.submit(self._finish)
 
     def hold(self) -> None:
         """Return when the optimizer may change what is being copied."""
@@ -247,10 +246,7 @@ class Staging:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until this staging is over, whether or not it worked; whether it is."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+        return self._over.wait(timeout_s)
 
     def _finish(self) -> None:
         try:
@@ -267,6 +263,7 @@ class Staging:
             self._on_failed(error)
         finally:
             self._copied.set()
+            self._over.set()
 
     def _copy_late(self) -> None:
         if self._cuda is None:
