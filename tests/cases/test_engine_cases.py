@@ -115,7 +115,8 @@ def save_with_few_descriptors(rank: int, world_size: int, root: Path) -> list[in
     counts = []
     with Checkpointer(root, TrainState(model=model)) as checkpointer:
         for step in range(5):
-            checkpointer.save(step).wait(20)
+            checkpointer.save(step)
+            checkpointer.wait()
             counts.append(len(os.listdir("/proc/self/fd")))
     return counts
 
