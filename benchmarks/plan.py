@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from backstay.coordination import Coordination
+from backstay.gc_pause import pause_gc
 from backstay.save.compare import Shared, hash_steady
 from backstay.save.plan import (
     LocalPlan,
@@ -33,7 +34,6 @@ from backstay.save.plan import (
     RankPlan,
     make_local_plan,
     make_rank_plans,
-    pause_collector,
     sign,
 )
 from backstay.save.planned import PlannedImage
@@ -85,11 +85,11 @@ def plan_many(_: int, __: int, world_size: int, dim: int) -> Planned:
 
     gathered = [pickle.dumps(plan) for plan in simulate(local, world_size)]
     began = time.perf_counter()
-    with pause_collector():
+    with pause_gc():
         plans = [pickle.loads(data) for data in gathered]
     unpickle_s = time.perf_counter() - began
     began = time.perf_counter()
-    with pause_collector():
+    with pause_gc():
         rank_plans = make_rank_plans(plans)
     joint_plan_s = time.perf_counter() - began
 

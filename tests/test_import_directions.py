@@ -13,7 +13,7 @@ import backstay
 PACKAGE = Path(backstay.__file__).parent
 # Lower layers first. `save` and `load` share a layer and never see each other.
 LAYERS = [
-    {"errors", "events", "points"},
+    {"errors", "events", "gc_pause", "points"},
     {"manifest"},
     {"policies"},
     {"attempts", "storage", "coordination", "codec", "naming", "frames"},

@@ -27,6 +27,7 @@ from backstay.errors import (
     StateMismatch,
 )
 from backstay.fingerprint import fingerprint_frozen
+from backstay.gc_pause import pause_gc
 from backstay.load.locate import Place, locate
 from backstay.load.match import Match, MatchOptions
 from backstay.load.match_state import match
@@ -120,7 +121,8 @@ def restore_with(
     if place is None:
         log.info("%s holds no checkpoint: starting from zero", path)
         return None
-    stored = restore_place(ranks, place, state, parts, options)
+    with pause_gc():
+        stored = restore_place(ranks, place, state, parts, options)
     log.info("restored step %d from %s in %.2f s", place.step, place.path, time.monotonic() - began)
     run_id = "" if place.manifest is None else place.manifest.run_id
     return Restored(step=place.step, path=place.path, run_id=run_id, metadata=stored.metadata)

@@ -4,10 +4,8 @@ Runs in: the training thread, on all ranks together, once per run and again when
 stay DCP's (`DefaultSavePlanner`); here keys are sorted out between ranks, and every offset is fixed before any value is copied.
 """
 
-import gc
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from backstay.coordination import Coordination
 from backstay.errors import StateError
 from backstay.frames import object_frame
+from backstay.gc_pause import pause_gc
 from backstay.save.compare import Shared, compare_ranks, object_keys, partial_slots
 from backstay.save.layout import Layout, file_name, make_layout, slot_bytes
 from backstay.state import (
@@ -141,20 +140,8 @@ def make_plan(
     Raises:
         StateError: on all ranks, if some rank's state cannot be stored, or the ranks' states do not fit together.
     """
-    with pause_collector():
+    with pause_gc():
         return _make_plan(found, ranks, known_own, trainable_only)
-
-
-@contextmanager
-def pause_collector() -> Iterator[None]:
-    """Planning makes millions of small objects that live on; walking them again and again takes ten times as long as making them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _make_plan(
