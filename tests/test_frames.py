@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from backstay.frames import FrameHead, object_frame, parse_head, tensor_frame
+from backstay.frame_head import FrameHead, parse_head
+from backstay.frames import object_frame, tensor_frame
 
 DTYPES = [
     torch.float64,

@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "events", "gc_pause", "points"},
     {"manifest"},
     {"policies"},
-    {"attempts", "storage", "coordination", "codec", "naming", "frames"},
+    {"attempts", "storage", "coordination", "codec", "naming", "frames", "frame_head"},
     {"catalog", "state", "rng", "fingerprint"},
     {"save", "load"},
     {"checkpointer"},

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from backstay.frames import FrameHead
+from backstay.frame_head import FrameHead
 from backstay.load.plan import (
     MAX_EXTENTS,
     Extent,

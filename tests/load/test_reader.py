@@ -13,7 +13,8 @@ from torch.utils.serialization import config as serialization_config
 
 from backstay import points
 from backstay.errors import CorruptCheckpoint
-from backstay.frames import object_frame, parse_head
+from backstay.frame_head import parse_head
+from backstay.frames import object_frame
 from backstay.load.metadata import read_metadata
 from backstay.load.reader import TensorRead, read_slices, read_tensors
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backstay.frames import FrameHead, parse_head, tensor_frame
+from backstay.frame_head import FrameHead, parse_head
+from backstay.frames import tensor_frame
 
 # Of vectors that one `preadv` takes, as Linux has it; every extent may need one more for a gap.
 MAX_EXTENTS = 1024 // 2

@@ -5,30 +5,27 @@ all threads and is raised; a frame's head is compared with what its place was pr
 differ the head decides. Assumes: nobody else writes to the targets, and the files do not change.
 """
 
-import errno
 import io
-import mmap
-import os
 import stat
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from backstay import points
 from backstay.errors import CorruptCheckpoint
-from backstay.frames import FrameHead, parse_head, tensor_frame
+from backstay.frame_head import FrameHead, parse_head
+from backstay.frames import tensor_frame
+from backstay.load.file_ranges import NUM_PROBES, Workspace, is_cold, whole_blocks
 from backstay.load.plan import (
-    MAX_GAP_BYTES,
     Bytes,
     Chunk,
     Extent,
@@ -50,11 +47,6 @@ __all__ = ["ReadStats", "TensorRead", "read_slices", "read_tensors"]
 MAX_RANGE_BYTES = 64 << 20
 MIN_RANGE_BYTES = 1 << 20
 BOUNCE_BYTES = 8 << 20
-# O_DIRECT wants offsets, sizes and addresses to be multiples of the device's block.
-BLOCK_BYTES = 4096
-# Where dtypes of any size may begin in scratch memory.
-ALIGNMENT = 64
-NUM_PROBES = 8
 # Heads of plain tensors have some 700 bytes; a larger storage alignment makes them longer.
 HEAD_SIZES = (4 << 10, 64 << 10)
 _END_OF_ZIP = b"PK\x05\x06"
@@ -132,7 +124,7 @@ def read_slices(directory: Path, slices: Sequence[tuple[str, int, int]]) -> list
     for number, (path, offset, length) in enumerate(slices):
         extents.setdefault(path, []).append(Extent(offset, offset + length, (number,)))
     found = [b""] * len(slices)
-    with closing(_Workspace(directory, {})) as space:
+    with closing(Workspace(directory, {})) as space:
         for path, wanted in extents.items():
             for row in coalesce(path, wanted, max_bytes=MAX_RANGE_BYTES):
                 arrays = [np.empty(extent.num_bytes, np.uint8) for extent in row.extents]
@@ -192,7 +184,7 @@ class _Reading:
         self.chunks = chunks
         self.num_threads = num_threads
         self.on_progress = on_progress
-        self.bounce_bytes = _whole_blocks(min(BOUNCE_BYTES, budget_bytes // (4 * num_threads)))
+        self.bounce_bytes = whole_blocks(min(BOUNCE_BYTES, budget_bytes // (4 * num_threads)))
         self.range_bytes = self._choose_range_bytes(budget_bytes)
         self.is_direct = self._choose_direct(direct)
         self.num_bytes: list[int] = []
@@ -207,7 +199,7 @@ class _Reading:
             for read in each
         )
         share = max(MIN_RANGE_BYTES, wanted // (4 * self.num_threads))
-        return _whole_blocks(min(MAX_RANGE_BYTES, share, budget_bytes // (2 * self.num_threads)))
+        return whole_blocks(min(MAX_RANGE_BYTES, share, budget_bytes // (2 * self.num_threads)))
 
     def _choose_direct(self, direct: bool | None) -> dict[str, bool]:
         offsets: dict[str, list[int]] = {}
@@ -215,7 +207,7 @@ class _Reading:
             offsets.setdefault(chunk.path, []).extend(_probes(chunk))
         if direct is not None:
             return dict.fromkeys(offsets, direct)
-        return {path: _is_cold(self.directory / path, each) for path, each in offsets.items()}
+        return {path: is_cold(self.directory / path, each) for path, each in offsets.items()}
 
     def run(self) -> None:
         """Read where prediction says, then what was predicted wrongly, then what is no plain tensor."""
@@ -241,7 +233,7 @@ class _Reading:
         """Find out from their frames where the values of chunks are."""
         self._share(list(chunks), self._learn_one)
 
-    def _learn_one(self, chunk: Chunk, space: "_Workspace") -> None:
+    def _learn_one(self, chunk: Chunk, space: Workspace) -> None:
         head = None
         for size in HEAD_SIZES:
             extent: Extent[int] = Extent(chunk.offset, chunk.offset + min(size, chunk.length), ())
@@ -291,7 +283,7 @@ class _Reading:
             for read in self.chunks[chunk]:
                 yield from window_extents(head, read, self.range_bytes // 2)
 
-    def _read_range(self, row: Range[TensorSink], space: "_Workspace") -> None:
+    def _read_range(self, row: Range[TensorSink], space: Workspace) -> None:
         arrays = space.places_for(row)
         space.read(row, arrays)
         for extent, array in zip(row.extents, arrays, strict=True):
@@ -334,13 +326,13 @@ class _Reading:
                 read.target.detach().copy_(part)
         self._count(chunk.length)
 
-    def _share(self, jobs: Sequence[Job], do: Callable[[Job, "_Workspace"], None]) -> None:
+    def _share(self, jobs: Sequence[Job], do: Callable[[Job, Workspace], None]) -> None:
         """Do all jobs on threads; the first exception ends them all."""
         waiting = iter(jobs)
         stop = threading.Event()
 
         def work() -> None:
-            space = _Workspace(self.directory, self.is_direct, self.bounce_bytes)
+            space = Workspace(self.directory, self.is_direct, self.bounce_bytes)
             try:
                 with closing(space), torch.no_grad():
                     for job in waiting:
@@ -379,161 +371,6 @@ def _unpickle(frame: bytes, source: str) -> object:
 
 
 # Files -------------------------------------------------------------------------------------------
-
-
-class _Workspace:
-    """What one thread reads with: one open file at a time, and memory that it uses again and again."""
-
-    def __init__(self, directory: Path, is_direct: dict[str, bool], bounce_bytes: int = 0) -> None:
-        self._directory = directory
-        self._is_direct = is_direct
-        self._bounce_bytes = bounce_bytes
-        self._scratch: Bytes = np.empty(0, np.uint8)
-        self._gap: Bytes = np.empty(MAX_GAP_BYTES, np.uint8)
-        self._bounce: Bytes | None = None
-        self._fd = -1
-        self._opened: tuple[str, bool] | None = None
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-        self._opened = None
-
-    def places_for(self, row: Range[TensorSink]) -> list[Bytes]:
-        """Where each extent of a range is to be read to: a target, or scratch until the next range."""
-        fills = [_first_fill(extent) for extent in row.extents]
-        needed = sum(
-            _aligned(extent.num_bytes)
-            for extent, fill in zip(row.extents, fills, strict=True)
-            if fill is None
-        )
-        if len(self._scratch) < needed:
-            self._scratch = np.empty(needed, np.uint8)
-        places, at = [], 0
-        for extent, fill in zip(row.extents, fills, strict=True):
-            places.append(self._scratch[at : at + extent.num_bytes] if fill is None else fill)
-            at += _aligned(extent.num_bytes) if fill is None else 0
-        return places
-
-    def read(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
-        """Read a range of a file, each extent into its array."""
-        if self._is_direct.get(row.path, False):
-            try:
-                return self._read_direct(row, arrays)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._is_direct[row.path] = False  # the file system has no O_DIRECT
-        return self._read_cached(row, arrays)
-
-    def _read_cached(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
-        fd = self._open(row.path, is_direct=False)
-        position = row.begin
-        left = deque(self._vectors(row, arrays))
-        while left:
-            num_read = os.preadv(fd, list(left), position)
-            if num_read == 0:
-                raise self._too_short(row, position)
-            position += num_read
-            while left and num_read >= len(left[0]):
-                num_read -= len(left.popleft())
-            if num_read:
-                left[0] = left[0][num_read:]
-
-    def _vectors(self, row: Range[Any], arrays: Sequence[Bytes]) -> Iterator[memoryview]:
-        end = row.begin
-        for extent, array in zip(row.extents, arrays, strict=True):
-            if extent.begin > end:
-                yield self._gap[: extent.begin - end].data
-            yield array.data
-            end = extent.end
-
-    def _read_direct(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
-        fd = self._open(row.path, is_direct=True)
-        if self._bounce is None:
-            self._bounce = np.frombuffer(mmap.mmap(-1, self._bounce_bytes), np.uint8)
-        bounce = self._bounce
-        position = row.begin - row.begin % BLOCK_BYTES
-        first = 0
-        while position < row.end:
-            wanted = min(self._bounce_bytes, _whole_blocks(row.end - position + BLOCK_BYTES - 1))
-            num_read = os.preadv(fd, [bounce[:wanted].data], position)
-            end = position + num_read
-            first = _scatter(row, arrays, first, bounce[:num_read], position)
-            # Only the file's end may lie within a block.
-            if end < row.end and (num_read == 0 or end % BLOCK_BYTES):
-                raise self._too_short(row, end)
-            position = end
-
-    def _open(self, path: str, *, is_direct: bool) -> int:
-        if self._opened != (path, is_direct):
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._opened = -1, None
-            flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
-            self._fd = os.open(self._directory / path, flags)
-            self._opened = (path, is_direct)
-        return self._fd
-
-    def _too_short(self, row: Range[Any], end: int) -> CorruptCheckpoint:
-        return CorruptCheckpoint(
-            f"{self._directory / row.path} became shorter while it was read: expected bytes {row.begin} to {row.end}, "
-            f"found the end at {end}. Use another checkpoint"
-        )
-
-
-def _scatter(
-    row: Range[Any], arrays: Sequence[Bytes], first: int, source: Bytes, begin: int
-) -> int:
-    """Copy what a part of a file, which begins at `begin`, holds of extents from number `first` on.
-
-    Returns:
-        The number of the first extent that is not complete yet.
-    """
-    end = begin + len(source)
-    while first < len(arrays) and row.extents[first].begin < end:
-        extent = row.extents[first]
-        low, high = max(begin, extent.begin), min(end, extent.end)
-        arrays[first][low - extent.begin : high - extent.begin] = source[low - begin : high - begin]
-        if extent.end > end:
-            return first
-        first += 1
-    return first
-
-
-def _first_fill(extent: Extent[TensorSink]) -> Bytes | None:
-    return next((sink.memory for sink in extent.sinks if isinstance(sink, FillSink)), None)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _whole_blocks(num_bytes: int) -> int:
-    return max(1, num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _is_cold(path: Path, offsets: Sequence[int]) -> bool:
-    """Whether most of some places of a file are not in the page cache; False if nobody can tell."""
-    chosen = sorted(offsets)[:: -(-len(offsets) // NUM_PROBES)]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        num_cached = sum(_is_cached(fd, offset) for offset in chosen)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return 2 * num_cached < len(chosen)
-
-
-def _is_cached(fd: int, offset: int) -> bool:
-    try:
-        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _probes(chunk: Chunk) -> list[int]:
