@@ -7,10 +7,11 @@ STAMP := .venv/.installed
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help test check format clean
+.PHONY: help test check bench format clean
 help:
 	@echo "make test    set up .venv if needed and run all tests"
 	@echo "make check   formatting, lint, types, import directions, spelling"
+	@echo "make bench   the four benchmarks (about half an hour, 8 GB of disk)"
 	@echo "make format  rewrite the files in house style"
 	@echo "make clean   remove .venv and caches"
 
@@ -29,6 +30,12 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_import_directions.py
 	$(BIN)/codespell
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.save
+	$(BIN)/python -m benchmarks.load
+	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python -m benchmarks.plan
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -335,6 +335,17 @@ def test_an_optimizer_step_before_the_first_save_has_planned_already(tmp_path: P
     assert [event.is_planned for event in checkpointer.events] == [False]
 
 
+def test_several_checkpointers_may_watch_one_optimizer(tmp_path: Path) -> None:
+    training = make_training()
+    state = train_state(training)
+    with Checkpointer(tmp_path / "a", state) as one, Checkpointer(tmp_path / "b", state) as other:
+        train_step(training)
+        one.save(1)
+        other.save(1)
+        train_step(training)
+    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b") == [1]
+
+
 def test_a_state_that_cannot_be_stored_is_refused_at_the_first_step(tmp_path: Path) -> None:
     """P65: refused at start, not at the first save."""
     training = make_training()

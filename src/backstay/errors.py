@@ -28,10 +28,6 @@ class UsedRoot(BackstayError, ValueError):
     """The root holds checkpoints that this run did not restore from, so it may not write there."""
 
 
-class SaveInProgress(BackstayError, RuntimeError):
-    """The operation cannot run while a save is in flight."""
-
-
 # Agreement between ranks ------------------------------------------------------------------------------------------------
 
 
