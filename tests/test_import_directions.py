@@ -19,7 +19,7 @@ LAYERS = [
     {"attempts", "storage", "coordination", "codec", "naming", "frames", "frame_head"},
     {"catalog", "state", "rng", "fingerprint"},
     {"save", "load"},
-    {"checkpointer"},
+    {"checkpointer", "poll"},
     {"interop", "testing", "training"},
     {"recipes", "integrations"},
     {"cli"},

@@ -39,6 +39,7 @@ from backstay.fingerprint import fingerprint_frozen
 from backstay.load.restore import RestoreOptions, restore_with
 from backstay.manifest import MANIFEST_NAME
 from backstay.policies import RetentionPolicy, SavePolicy
+from backstay.poll import Poll
 from backstay.save.messages import WriterConfig
 from backstay.save.pending import PendingCheckpoint
 from backstay.save.saver import Request, Saver, SaverOptions
@@ -48,6 +49,7 @@ log = logging.getLogger("backstay")
 # With more optimizers than this, each owns a parameter or so and steps during backward: a bad moment to plan.
 MAX_HOOKED_OPTIMIZERS = 8
 IS_DUE, HAS_FAILED = 1, 2
+NUM_FLAGS = 2
 
 
 class Checkpointer:
@@ -132,6 +134,7 @@ class Checkpointer:
         self._pending: PendingCheckpoint | None = None
         self._last_seen: Request | None = None
         self._save_began = time.monotonic()
+        self._poll = Poll()
         self._plan_after_first_step()
         self._exit_hook = drain_at_exit(self)
 
@@ -379,18 +382,24 @@ class Checkpointer:
         return self._pending
 
     def _announce(self) -> int:
-        """What rank 0's clock, file system and writer say; costs a broadcast only if the policy needs it."""
+        """What rank 0's clock, file system and writer say: a broadcast about once a second, and only if the policy needs it."""
         policy = self.save_policy
-        if policy.every_s is None and policy.on_file is None:
+        if (policy.every_s is None and policy.on_file is None) or not self._poll.is_time():
             return 0
         told = 0
         if self._ranks.rank == 0:
-            is_due = policy.is_due_by_clock(time.monotonic() - self._save_began)
-            if is_due or self._take_request_file():
+            now = time.monotonic()
+            if policy.is_due_by_clock(now - self._save_began) or self._take_request_file():
                 told |= IS_DUE
             if self._open_saver().has_failed:
                 told |= HAS_FAILED
-        return self._ranks.announce(told)
+            horizon_s = float("inf")
+            if policy.every_s is not None:
+                horizon_s = self._save_began + policy.every_s - now
+            told |= self._poll.plan(now, horizon_s) << NUM_FLAGS
+        told = self._ranks.announce(told)
+        self._poll.num_left = told >> NUM_FLAGS
+        return told
 
     def _take_request_file(self) -> bool:
         name = self.save_policy.on_file

@@ -14,7 +14,8 @@ class SavePolicy:
     Attributes:
         every_steps: at steps divisible by it; None: never by step.
         every_s: when so many seconds have passed since the last save began, by rank 0's clock, which decides for all ranks.
-        on_file: name of a file below the root; when somebody creates it, the next `maybe_save` saves and removes it.
+        on_file: name of a file below the root; when somebody creates it, `maybe_save` removes it and saves, within a second or at the
+            next step, whichever is later.
         at_end: leaving the `with` block without an exception saves the last step seen, unless it is saved already.
     """
 
