@@ -28,8 +28,8 @@ from backstay.checkpointer import Checkpointer
 from backstay.load.restore import restore
 from backstay.state import TrainState, local_tensor
 from backstay.testing.ranks import RanksFailed
-from benchmarks import common
-from benchmarks.common import Training
+from benchmarks import common, limits, trainings
+from benchmarks.trainings import Training
 
 OURS, STOCK, RAW = "backstay.restore", "dcp.load", "raw read"
 CHECKPOINTS = ("ours", "stock")
@@ -65,7 +65,7 @@ class Loaded:
 
 def write_checkpoints(rank: int, num_ranks: int, directory: Path, num_bytes: int) -> float:
     """Write the same state with both systems; returns the sum over its values."""
-    training = common.make_training(num_bytes)
+    training = trainings.make_training(num_bytes)
     with Checkpointer(directory / "ours", state_of(training)) as checkpointer:
         checkpointer.save(STEP).wait()
     model, optimizer = training.model, training.optimizer
@@ -77,10 +77,10 @@ def write_checkpoints(rank: int, num_ranks: int, directory: Path, num_bytes: int
 def run_load(rank: int, num_ranks: int, task: Task) -> Loaded:
     """One load in this rank."""
     if task.system == RAW:
-        files = common.data_files(task.path)[rank::num_ranks]
+        files = limits.data_files(task.path)[rank::num_ranks]
         common.barrier()
-        return Loaded(seconds=common.raw_read(files, direct=task.is_cold), total=math.nan)
-    training = common.make_training(task.num_bytes, with_state=False)
+        return Loaded(seconds=limits.raw_read(files, direct=task.is_cold), total=math.nan)
+    training = trainings.make_training(task.num_bytes, with_state=False)
     load = load_ours if task.system == OURS else load_stock
     common.barrier()
     began = time.perf_counter()
@@ -186,10 +186,10 @@ def measure(
 def measure_case(case: Case, written: Written, timeout_s: float) -> float:
     """One load; the slowest rank's seconds."""
     path = written.path(case.checkpoint)
-    common.evict(path)
+    limits.evict(path)
     if not case.is_cold:
-        common.raw_read(common.data_files(path), direct=False)
-    cached = common.cached_share(common.data_files(path))
+        limits.raw_read(limits.data_files(path), direct=False)
+    cached = limits.cached_share(limits.data_files(path))
     if case.is_cold == (cached > 0.5):
         common.say(f"  {cached:.0%} of the files are in the page cache, although {case.cache}")
     task = Task(
@@ -253,7 +253,7 @@ def report(
 ) -> None:
     """The table, ratios, failures, and the file."""
     found, problems = measured
-    num_bytes = sum(path.stat().st_size for path in common.data_files(written.path("ours")))
+    num_bytes = sum(path.stat().st_size for path in limits.data_files(written.path("ours")))
     common.print_machine()
     print(
         f"{num_bytes / 1e9:.3f} GB of FSDP2 + AdamW state from {options.ranks} ranks; {options.rounds} rounds\n"

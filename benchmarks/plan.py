@@ -38,8 +38,8 @@ from backstay.save.plan import (
 )
 from backstay.save.planned import PlannedImage
 from backstay.state import Collector, TrainState
-from benchmarks import common
-from benchmarks.common import Gpt
+from benchmarks import common, trainings
+from benchmarks.trainings import Gpt
 
 # 6 tensors in each block, and 3 others.
 NUM_LAYERS = 50
@@ -72,7 +72,7 @@ def plan_many(_: int, __: int, world_size: int, dim: int) -> Planned:
     pretend(world_size)
     with torch.device("meta"):
         model = Gpt(num_layers=NUM_LAYERS, dim=dim, num_tokens=2 * dim)
-    training = common.shard(model, model.blocks)
+    training = trainings.shard(model, model.blocks)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     training.optimizer.step()

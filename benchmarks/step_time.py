@@ -30,8 +30,8 @@ from backstay.checkpointer import Checkpointer
 from backstay.events import SaveEvent
 from backstay.policies import RetentionPolicy
 from backstay.state import TrainState
-from benchmarks import common
-from benchmarks.common import Gpt, Training
+from benchmarks import common, trainings
+from benchmarks.trainings import Gpt, Training
 
 NONE = "none"
 WARM_STEPS = 2
@@ -114,9 +114,9 @@ def make_subject(task: Task) -> Subject:
     if task.model == "tiny":
         with torch.device("meta"):
             tiny = Tiny(task.num_tensors)
-        return Subject(common.shard(tiny, []), lambda: tiny(torch.ones(())))
+        return Subject(trainings.shard(tiny, []), lambda: tiny(torch.ones(())))
     model, blocks, num_tokens = make_smollm2() if task.model == "smollm2" else make_gpt()
-    training = common.shard(model, blocks)
+    training = trainings.shard(model, blocks)
 
     def loss() -> Tensor:
         tokens = torch.randint(num_tokens, (task.batch, task.sequence + 1))
@@ -323,7 +323,7 @@ def row(name: str, numbers: dict[str, Any]) -> list[str]:
 def report(model: str, ranks: list[Measured], options: argparse.Namespace) -> dict[str, Any]:
     """The table of one model; returns its numbers."""
     first = ranks[0]
-    num_bytes = first.num_parameters * common.BYTES_PER_PARAMETER
+    num_bytes = first.num_parameters * trainings.BYTES_PER_PARAMETER
     print(
         f"\n{model}: {first.num_parameters / 1e6:.1f} M parameters in {first.num_tensors} tensors, {num_bytes / 1e9:.3f} GB of "
         f"state on {len(ranks)} ranks; {options.rounds} rounds of {options.steps} steps; copy, writer, hash in s/GB\n"
