@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-# The same header, read: signature, flags, compression, size of the content, the two lengths.
+# Local file header of a zip record: signature, flags, compression, size of the content, lengths of name and extra field.
 _RECORD_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _RECORD_SIGNATURE = b"PK\x03\x04"
 # What follows the content of a record whose header could not know its size: signature, CRC, sizes.

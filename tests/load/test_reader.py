@@ -257,6 +257,13 @@ def test_a_frame_longer_than_its_slice_is_refused(tmp_path: Path) -> None:
         read_tensors(tmp_path, [replace(read, length=20100)])
 
 
+def test_an_empty_slice_is_refused(tmp_path: Path) -> None:
+    stored = torch.rand(5)
+    read = read_of_frame(tmp_path, frame_of(stored), stored)
+    with pytest.raises(CorruptCheckpoint, match=r"data\.bin: w in the frame at byte 100"):
+        read_tensors(tmp_path, [replace(read, length=0)])
+
+
 def test_a_short_file_is_refused(tmp_path: Path) -> None:
     stored = torch.rand(5000)
     read = read_of_frame(tmp_path, frame_of(stored), stored)

@@ -9,18 +9,17 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from backstay.errors import CorruptCheckpoint
-from backstay.load.plan import MAX_GAP_BYTES, Bytes, Extent, FillSink, Range, TensorSink
+from backstay.load.coalesce import MAX_GAP_BYTES, Extent, Range, Sink
+from backstay.load.plan import Bytes, FillSink, TensorSink
 
 # O_DIRECT wants offsets, sizes and addresses to be multiples of the device's block.
 BLOCK_BYTES = 4096
 # Where dtypes of any size may begin in scratch memory.
 ALIGNMENT = 64
-NUM_PROBES = 8
 
 
 class Workspace:
@@ -59,7 +58,7 @@ class Workspace:
             at += _aligned(extent.num_bytes) if fill is None else 0
         return places
 
-    def read(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
+    def read(self, row: Range[Sink], arrays: Sequence[Bytes]) -> None:
         """Read a range of a file, each extent into its array."""
         if self._is_direct.get(row.path, False):
             try:
@@ -70,7 +69,7 @@ class Workspace:
                 self._is_direct[row.path] = False  # the file system has no O_DIRECT
         return self._read_cached(row, arrays)
 
-    def _read_cached(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
+    def _read_cached(self, row: Range[Sink], arrays: Sequence[Bytes]) -> None:
         fd = self._open(row.path, is_direct=False)
         position = row.begin
         left = deque(self._vectors(row, arrays))
@@ -84,7 +83,7 @@ class Workspace:
             if num_read:
                 left[0] = left[0][num_read:]
 
-    def _vectors(self, row: Range[Any], arrays: Sequence[Bytes]) -> Iterator[memoryview]:
+    def _vectors(self, row: Range[Sink], arrays: Sequence[Bytes]) -> Iterator[memoryview]:
         end = row.begin
         for extent, array in zip(row.extents, arrays, strict=True):
             if extent.begin > end:
@@ -92,7 +91,7 @@ class Workspace:
             yield array.data
             end = extent.end
 
-    def _read_direct(self, row: Range[Any], arrays: Sequence[Bytes]) -> None:
+    def _read_direct(self, row: Range[Sink], arrays: Sequence[Bytes]) -> None:
         fd = self._open(row.path, is_direct=True)
         if self._bounce is None:
             self._bounce = np.frombuffer(mmap.mmap(-1, self._bounce_bytes), np.uint8)
@@ -119,15 +118,20 @@ class Workspace:
             self._opened = (path, is_direct)
         return self._fd
 
-    def _too_short(self, row: Range[Any], end: int) -> CorruptCheckpoint:
+    def _too_short(self, row: Range[Sink], end: int) -> CorruptCheckpoint:
         return CorruptCheckpoint(
             f"{self._directory / row.path} became shorter while it was read: expected bytes {row.begin} to {row.end}, "
             f"found the end at {end}. Use another checkpoint"
         )
 
 
+def whole_blocks(num_bytes: int) -> int:
+    """The largest multiple of a block that is no larger, or one block."""
+    return max(1, num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
 def _scatter(
-    row: Range[Any], arrays: Sequence[Bytes], first: int, source: Bytes, begin: int
+    row: Range[Sink], arrays: Sequence[Bytes], first: int, source: Bytes, begin: int
 ) -> int:
     """Copy what a part of a file, which begins at `begin`, holds of extents from number `first` on.
 
@@ -151,28 +155,3 @@ def _first_fill(extent: Extent[TensorSink]) -> Bytes | None:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def whole_blocks(num_bytes: int) -> int:
-    return max(1, num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def is_cold(path: Path, offsets: Sequence[int]) -> bool:
-    """Whether most of some places of a file are not in the page cache; False if nobody can tell."""
-    chosen = sorted(offsets)[:: -(-len(offsets) // NUM_PROBES)]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        num_cached = sum(_is_cached(fd, offset) for offset in chosen)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return 2 * num_cached < len(chosen)
-
-
-def _is_cached(fd: int, offset: int) -> bool:
-    try:
-        os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    return True

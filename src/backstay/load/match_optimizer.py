@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from backstay.codec import tensor_paths
-from backstay.load.fresh import empty_tensor
 from backstay.load.match import (
     Match,
     MatchOptions,
@@ -165,7 +164,7 @@ def make_state_tensor(
     if place.name == "step" and not (place.group.get("capturable") or place.group.get("fused")):
         device = torch.device("cpu")  # as torch keeps the counter of its own optimizers
     if placements is None or not isinstance(parameter, DTensor):
-        return empty_tensor(shape, dtype, device)
+        return torch.empty(shape, dtype=dtype, device=device)
     return empty_dtensor(parameter, shape, dtype, placements)
 
 
@@ -209,7 +208,7 @@ def empty_dtensor(
     mesh = parameter.device_mesh
     local_shape, _ = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     device = parameter._local_tensor.device
-    local = empty_tensor(local_shape, dtype, device)
+    local = torch.empty(tuple(local_shape), dtype=dtype, device=device)
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides

@@ -1,15 +1,14 @@
-"""Plan which bytes to read: from windows of stored tensors to few, large ranges of files. Pure.
+"""Plan which bytes to read: from windows of stored tensors to extents of files. Pure.
 
-A chunk is a tensor as stored, in a frame of its own; a window is the part of it that is wanted. An extent
-is a run of bytes in a file with the places that it goes to; a range is a row of extents that are read at once.
+A chunk is a tensor as stored, in a frame of its own; a window is the part of it that is wanted.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, mul
-from typing import Generic, TypeAlias, TypeVar
+from operator import mul
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +16,8 @@ import torch
 
 from backstay.frame_head import FrameHead, parse_head
 from backstay.frames import tensor_frame
+from backstay.load.coalesce import MAX_GAP_BYTES, Extent
 
-# Of vectors that one `preadv` takes, as Linux has it; every extent may need one more for a gap.
-MAX_EXTENTS = 1024 // 2
-# Bytes that are read only to be dropped, because that costs less than another call.
-MAX_GAP_BYTES = 64 << 10
-Sink = TypeVar("Sink")
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
@@ -59,38 +54,6 @@ class Window:
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent(Generic[Sink]):
-    """The bytes from `begin` to before `end` of a file, and all that they are for."""
-
-    begin: int
-    end: int
-    sinks: tuple[Sink, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True)
-class Range(Generic[Sink]):
-    """Extents of one file, in order and apart from one another, to be read at once."""
-
-    path: str
-    extents: tuple[Extent[Sink], ...]
-
-    @property
-    def begin(self) -> int:
-        """Its first byte."""
-        return self.extents[0].begin
-
-    @property
-    def end(self) -> int:
-        """Behind its last byte."""
-        return self.extents[-1].end
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,53 +241,3 @@ def _narrow(window: Window, dim: int, start: int, length: int) -> Window:
     starts[dim] += start
     lengths[dim] = length
     return Window(tuple(starts), tuple(lengths))
-
-
-def coalesce(
-    path: str, extents: Iterable[Extent[Sink]], *, max_bytes: int, max_gap: int = MAX_GAP_BYTES
-) -> list[Range[Sink]]:
-    """Put the extents of one file into the fewest ranges, in the file's order.
-
-    Args:
-        path: the file's.
-        extents: in any order. Those of the same bytes become one; those that overlap go to ranges of
-            their own; empty ones are dropped.
-        max_bytes: a range takes no more extents once it spans half of this; so if no extent is larger
-            than half, no range is larger than the whole.
-        max_gap: unwanted bytes between two extents that a range may include.
-    """
-    waiting = _merge_equal(extents)
-    ranges: list[Range[Sink]] = []
-    while waiting:
-        row: list[Extent[Sink]] = []
-        overlapping: list[Extent[Sink]] = []
-        for extent in waiting:
-            if row and extent.begin < row[-1].end:
-                overlapping.append(extent)
-                continue
-            if row and not _joins(row, extent, max_bytes, max_gap):
-                ranges.append(Range(path, tuple(row)))
-                row = []
-            row.append(extent)
-        ranges.append(Range(path, tuple(row)))
-        waiting = overlapping
-    return sorted(ranges, key=lambda each: each.begin)
-
-
-def _merge_equal(extents: Iterable[Extent[Sink]]) -> list[Extent[Sink]]:
-    found: dict[tuple[int, int], Extent[Sink]] = {}
-    for extent in extents:
-        if extent.num_bytes:
-            place = (extent.begin, extent.end)
-            other = found.setdefault(place, extent)
-            if other is not extent:
-                found[place] = Extent(*place, other.sinks + extent.sinks)
-    return sorted(found.values(), key=attrgetter("begin", "end"))
-
-
-def _joins(row: Sequence[Extent[Sink]], extent: Extent[Sink], max_bytes: int, max_gap: int) -> bool:
-    return (
-        extent.begin - row[-1].end <= max_gap
-        and 2 * (row[-1].end - row[0].begin) < max_bytes
-        and len(row) < MAX_EXTENTS
-    )

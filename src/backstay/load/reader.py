@@ -24,18 +24,17 @@ from backstay import points
 from backstay.errors import CorruptCheckpoint
 from backstay.frame_head import FrameHead, parse_head
 from backstay.frames import tensor_frame
-from backstay.load.file_ranges import NUM_PROBES, Workspace, is_cold, whole_blocks
+from backstay.load.coalesce import Extent, Range, coalesce
+from backstay.load.file_ranges import Workspace, whole_blocks
+from backstay.load.page_cache import is_cold
 from backstay.load.plan import (
     Bytes,
     Chunk,
-    Extent,
     FillSink,
     HeadSink,
-    Range,
     TensorRead,
     TensorSink,
     WindowSink,
-    coalesce,
     group,
     index,
     predict,
@@ -98,7 +97,10 @@ def read_tensors(
     begin = time.perf_counter()
     points.reach("load.read")
     chunks = group(reads)
-    _check_files(directory, [(each[0].key, *_slice(each[0])) for each in chunks.values()])
+    _check_files(
+        directory,
+        [(each[0].key, chunk.path, chunk.offset, chunk.length) for chunk, each in chunks.items()],
+    )
     reading = _Reading(directory, chunks, num_threads, budget_bytes, direct, on_progress)
     try:
         reading.run()
@@ -136,10 +138,6 @@ def read_slices(directory: Path, slices: Sequence[tuple[str, int, int]]) -> list
     return found
 
 
-def _slice(read: TensorRead) -> tuple[str, int, int]:
-    return read.path, read.offset, read.length
-
-
 def _check_files(directory: Path, slices: Iterable[tuple[str, str, int, int]]) -> None:
     """Hold what is to be read against the sizes of the files."""
     sizes: dict[str, int] = {}
@@ -163,9 +161,6 @@ def _file_size(path: Path, key: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise CorruptCheckpoint(f"{path}: expected a data file with {key}, found something else")
     return found.st_size
-
-
-# One call --------------------------------------------------------------------------------------------
 
 
 class _Reading:
@@ -202,12 +197,12 @@ class _Reading:
         return whole_blocks(min(MAX_RANGE_BYTES, share, budget_bytes // (2 * self.num_threads)))
 
     def _choose_direct(self, direct: bool | None) -> dict[str, bool]:
-        offsets: dict[str, list[int]] = {}
+        slices: dict[str, list[tuple[int, int]]] = {}
         for chunk in self.chunks:
-            offsets.setdefault(chunk.path, []).extend(_probes(chunk))
+            slices.setdefault(chunk.path, []).append((chunk.offset, chunk.length))
         if direct is not None:
-            return dict.fromkeys(offsets, direct)
-        return {path: is_cold(self.directory / path, each) for path, each in offsets.items()}
+            return dict.fromkeys(slices, direct)
+        return {path: is_cold(self.directory / path, each) for path, each in slices.items()}
 
     def run(self) -> None:
         """Read where prediction says, then what was predicted wrongly, then what is no plain tensor."""
@@ -242,19 +237,22 @@ class _Reading:
                 space.read(Range(chunk.path, (extent,)), [array])
                 head = parse_head(array.tobytes())
         if head is not None:
-            self._check(chunk, head)
+            self._check_head(chunk, head)
         self.known[chunk] = head
 
-    def _check(self, chunk: Chunk, head: FrameHead) -> None:
-        if (head.dtype, head.shape) != (chunk.dtype, chunk.shape):
-            raise CorruptCheckpoint(
-                f"{self._name(chunk)}: expected {chunk.dtype} of shape {chunk.shape} as in the metadata, "
-                f"found {head.dtype} of shape {head.shape}. Use another checkpoint"
-            )
+    def _check_head(self, chunk: Chunk, head: FrameHead) -> None:
+        self._check_kind(chunk, head.dtype, head.shape)
         if head.data_offset + head.data_bytes > chunk.length:
             raise CorruptCheckpoint(
                 f"{self._name(chunk)}: the frame's values end {head.data_offset + head.data_bytes} bytes after it begins, "
                 f"but the metadata gives it {chunk.length}. Use another checkpoint"
+            )
+
+    def _check_kind(self, chunk: Chunk, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        if (dtype, shape) != (chunk.dtype, chunk.shape):
+            raise CorruptCheckpoint(
+                f"{self._name(chunk)}: expected {chunk.dtype} of shape {chunk.shape} as in the metadata, "
+                f"found {dtype} of shape {shape}. Use another checkpoint"
             )
 
     def _name(self, chunk: Chunk) -> str:
@@ -314,11 +312,7 @@ class _Reading:
             raise CorruptCheckpoint(
                 f"{self._name(chunk)}: expected a tensor, found {type(found).__name__}"
             )
-        if (found.dtype, tuple(found.shape)) != (chunk.dtype, chunk.shape):
-            raise CorruptCheckpoint(
-                f"{self._name(chunk)}: expected {chunk.dtype} of shape {chunk.shape} as in the metadata, "
-                f"found {found.dtype} of shape {tuple(found.shape)}. Use another checkpoint"
-            )
+        self._check_kind(chunk, found.dtype, tuple(found.shape))
         with torch.no_grad():
             for read in self.chunks[chunk]:
                 is_whole = read.lengths == chunk.shape
@@ -368,12 +362,3 @@ def _unpickle(frame: bytes, source: str) -> object:
             f"{source}: expected a tensor, found what torch.load(weights_only=True) refuses: {error}. If you trust the "
             "checkpoint and it holds tensors of a class of yours, admit that by torch.serialization.add_safe_globals"
         ) from error
-
-
-# Files -------------------------------------------------------------------------------------------
-
-
-def _probes(chunk: Chunk) -> list[int]:
-    """Places of a chunk to ask the page cache for: of large ones, more."""
-    step = max(chunk.length // NUM_PROBES, 16 << 20)
-    return list(range(chunk.offset, chunk.offset + chunk.length, step))
