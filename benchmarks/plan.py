@@ -125,6 +125,7 @@ def simulate(first: LocalPlan, world_size: int) -> list[LocalPlan]:
             slots={},
             aliases=first.aliases,
             placements=first.placements,
+            opaque=first.opaque,
         )
         for rank in range(1, world_size)
     ]
