@@ -14,6 +14,29 @@ from backstay import Checkpointer, RetentionPolicy, SavePolicy, TrainState
 from backstay.testing.equality import state_bytes
 from backstay.testing.models import Training, make_training, train_step
 
+# Every dtype that DCP can hold.
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
 
 @dataclass
 class Record:

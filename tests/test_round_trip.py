@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from loops import seed_all, train_state
+from loops import DTYPES, seed_all, train_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -27,24 +27,6 @@ from backstay.testing.models import Training, make_training, train_step, uneven_
 
 OPTIMIZERS = ("adamw", "sgd", "factored", "two", "in_backward")
 KINDS = [("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)]
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 
 
 def run(num_ranks: int, fn: Callable[..., Any], *args: object) -> list[Any]:

@@ -263,17 +263,20 @@ def test_a_failing_state_dict_on_one_rank_is_raised_on_all(tmp_path: Path, mode:
 
 
 class Moody:
-    """A sampler whose state dict fails when told to."""
+    """A sampler one of whose methods fails when told to."""
 
-    is_broken = False
+    broken = ""
 
     def state_dict(self) -> dict[str, int]:
-        if self.is_broken:
-            raise ZeroDivisionError("moody today")
+        self.answer("state_dict")
         return {"position": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing to do."""
+        self.answer("load_state_dict")
+
+    def answer(self, method: str) -> None:
+        if self.broken == method:
+            raise ZeroDivisionError("moody today")
 
 
 def fail_to_collect(rank: int, world_size: int, root: Path, mode: str) -> bool:
@@ -281,9 +284,15 @@ def fail_to_collect(rank: int, world_size: int, root: Path, mode: str) -> bool:
     sampler = Moody()
     state = TrainState(model=nn.Linear(1, 1), sampler=sampler)
     with Checkpointer(root, state, on_failure=mode) as checkpointer:  # type: ignore[arg-type]
-        sampler.is_broken = rank == 1
+        sampler.broken = "state_dict" if rank == 1 else ""
         with pytest.raises(BackstayError, match="rank 1: ZeroDivisionError: moody today"):
             checkpointer.save(1)
-        sampler.is_broken = False
+        sampler.broken = ""
         checkpointer.save(1)
+        for method in ("state_dict", "load_state_dict"):
+            sampler.broken = method if rank == 1 else ""
+            with pytest.raises(BackstayError, match="rank 1: ZeroDivisionError: moody today"):
+                checkpointer.restore()
+        sampler.broken = ""
+        assert checkpointer.restore() == 1
     return [entry.step for entry in Catalog(root).list()] == [1]

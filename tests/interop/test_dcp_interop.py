@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from loops import seed_all, train_state
+from loops import DTYPES, seed_all, train_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -40,27 +40,6 @@ from backstay.testing import fail_at, inject, run_ranks
 from backstay.testing.equality import assert_bit_equal, state_bytes
 from backstay.testing.models import Training, make_training, train_step
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 # One parameter never gets a gradient, so stock has no state for it.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 

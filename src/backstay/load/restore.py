@@ -15,12 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from backstay.coordination import Coordination
 from backstay.errors import (
-    BackstayError,
     BaseMismatch,
     CorruptCheckpoint,
     InvalidArgument,
@@ -32,6 +31,7 @@ from backstay.load.locate import Place, locate
 from backstay.load.match import Match, MatchOptions
 from backstay.load.match_state import match
 from backstay.load.put import put_into_place, put_rng
+from backstay.load.read_item import plan_read
 from backstay.load.reader import TensorRead, read_tensors
 from backstay.load.stored import Stored, read_stored
 from backstay.state import MODEL, PARTS, Collected, Collector, TrainState, local_tensor
@@ -156,7 +156,9 @@ def restore_place(
         found = match(state, live, stored, wanted)
         check(found, place)
         check_tied(live, stored, found)
-    except (BackstayError, OSError) as caught:
+    except (
+        Exception
+    ) as caught:  # the user's own state_dict may raise anything, and all ranks have to hear of it
         error = caught
     ranks.raise_together(error)
     assert stored is not None, "a rank without it has raised"
@@ -171,7 +173,7 @@ def restore_place(
         put_into_place(state, live, stored, found)
         if "rng" in parts and place.has_state:
             put_rng(place, ranks)
-    except (BackstayError, OSError) as caught:
+    except Exception as caught:  # likewise the user's load_state_dict
         log.error("the state is now partly loaded: do not train on")  # noqa: TRY400
         error = caught
     ranks.raise_together(error)
@@ -239,33 +241,9 @@ def plan_reads(targets: Mapping[str, Tensor], metadata: Metadata) -> list[Tensor
     planner.set_up_planner(dict(targets), metadata, is_coordinator=False)
     reads, covered = [], dict.fromkeys(targets, 0)
     for item in planner.create_local_plan().items:
-        name = item.dest_index.fqn
-        place = metadata.storage_data.get(item.storage_index)
-        if place is None:
-            raise CorruptCheckpoint(f"the metadata gives no place for a chunk of {name}")
-        if place.transform_descriptors:
-            raise CorruptCheckpoint(
-                f"{name} was stored through DCP's transform extensions {place.transform_descriptors}, which Backstay does not "
-                "read; load it with stock dcp.load"
-            )
-        entry = metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata), "targets are tensors on both sides"
-        chunk = entry.chunks[item.storage_index.index or 0]
-        view = planner.resolve_tensor(item)
-        covered[name] += view.numel()
-        reads.append(
-            TensorRead(
-                key=name,
-                path=place.relative_path,
-                offset=place.offset,
-                length=place.length,
-                dtype=entry.properties.dtype,
-                chunk_shape=tuple(chunk.sizes),
-                starts=tuple(item.storage_offsets),
-                lengths=tuple(item.lengths),
-                target=view,
-            )
-        )
+        read = plan_read(item, metadata, planner)
+        covered[read.key] += read.target.numel()
+        reads.append(read)
     for name, tensor in targets.items():
         if covered[name] != local_tensor(tensor).numel() and is_here(tensor):
             raise CorruptCheckpoint(
