@@ -369,7 +369,8 @@ class Checkpointer:
         path = self.root / step_dir_name(step)
         if (path / MANIFEST_NAME).exists():
             raise StepExists(
-                f"{path} is committed already; a checkpoint is never overwritten. Save another step, or use another root"
+                f"{path} is committed already; a checkpoint is never overwritten. Save another step, or use another root. "
+                "If this run did not save it: is another process, perhaps one left over from a killed launcher, still writing there?"
             )
 
     def _save(self, request: Request) -> PendingCheckpoint:

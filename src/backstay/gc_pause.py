@@ -1,6 +1,6 @@
 """Pause the garbage collector while very many small objects are made that live on.
 
-Walking them again and again takes longer than making them: unpickling the plans of 64 simulated ranks took 4.8 s with it, 0.4 s without.
+Walking them again and again takes longer than making them.
 """
 
 import gc
