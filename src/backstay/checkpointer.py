@@ -210,8 +210,13 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         tags: Sequence[str] = (),
+        now: bool = False,
     ) -> PendingCheckpoint | None:
-        """Save if the policy says so; call it after every step. As `save` otherwise."""
+        """Save if the policy says so; call it after every step. As `save` otherwise.
+
+        Args:
+            now: save whatever the policy says, unless this step is saved already.
+        """
         saver = self._open_saver()
         self._admit()
         if not saver.is_planned:
@@ -220,7 +225,7 @@ class Checkpointer:
         told = self._announce()
         if told & HAS_FAILED:
             saver.settle(raise_failures=self._raises)
-        is_due = self.save_policy.is_due_by_step(request.step) or bool(told & IS_DUE)
+        is_due = now or self.save_policy.is_due_by_step(request.step) or bool(told & IS_DUE)
         if not is_due or request.step == self._saved_step:
             return None
         return self._save(request)

@@ -28,6 +28,26 @@ class UsedRoot(BackstayError, ValueError):
     """The root holds checkpoints that this run did not restore from, so it may not write there."""
 
 
+class ConfigError(InvalidArgument):
+    """A configuration has an unknown or ill-typed key, or values that do not go together."""
+
+
+class ConfigChanged(ConfigError):
+    """A run would be resumed with other data, another model or another seed than it was saved with."""
+
+
+class DataError(BackstayError, ValueError):
+    """A data set cannot be used; the message names file, line and field."""
+
+
+class ModelError(BackstayError, ValueError):
+    """A model or tokenizer directory cannot be used as it is."""
+
+
+class Diverged(BackstayError, ArithmeticError):
+    """The loss or the gradients are no longer finite numbers."""
+
+
 # Agreement between ranks ------------------------------------------------------------------------------------------------
 
 

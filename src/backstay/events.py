@@ -6,8 +6,10 @@ Runs in: the trainer; the writer appends the same fields when its trainer is gon
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 EVENTS_NAME = "events.jsonl"
 
@@ -69,32 +71,51 @@ def append_fields(root: Path, fields: Mapping[str, object]) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    append_line(root / EVENTS_NAME, fields)
+
+
+def append_line(path: Path, fields: Mapping[str, object]) -> None:
+    """Add a line to a JSONL file; a line that a crash cut short stays apart from it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     data = (json.dumps(fields) + "\n").encode()
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    fd = os.open(root / EVENTS_NAME, flags, 0o666)
+    fd = os.open(path, flags, 0o666)
     try:
         end = os.fstat(fd).st_size
         if end and os.pread(fd, 1, end - 1) != b"\n":
-            data = b"\n" + data  # a crash cut the last line short
+            data = b"\n" + data
         os.write(fd, data)
     finally:
         os.close(fd)
 
 
-def read_events(root: Path) -> list[SaveEvent]:
-    """All events of a root's log; a line cut short by a crash is passed over."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a line cut short by a crash is passed over, and a file that is not there is empty."""
     try:
-        lines = (root / EVENTS_NAME).read_text(errors="replace").splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    known = SaveEvent.__dataclass_fields__.keys()
     found = []
     for line in lines:
         try:
             fields = json.loads(line)
-            found.append(SaveEvent(**{name: fields[name] for name in known & fields.keys()}))
-        except (ValueError, TypeError, AttributeError):
+        except ValueError:
             continue
+        if isinstance(fields, dict):
+            found.append(fields)
+    return found
+
+
+def read_events(root: Path) -> list[SaveEvent]:
+    """All events of a root's log; a line cut short by a crash is passed over."""
+    known = SaveEvent.__dataclass_fields__.keys()
+    found = []
+    for fields in read_lines(root / EVENTS_NAME):
+        with suppress(TypeError):
+            found.append(SaveEvent(**{name: fields[name] for name in known & fields.keys()}))
     return found
 
 

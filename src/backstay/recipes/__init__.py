@@ -1,0 +1,30 @@
+"""Whole training programs with their loops in full view: read one, copy it, change it. No torch: the list is for looking, too."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe by name.
+
+    Attributes:
+        module: the program, for `python -m`.
+        config: its YAML file.
+        about: what it does, in one line.
+    """
+
+    module: str
+    config: Path
+    about: str
+
+
+RECIPES = {
+    "sft": Recipe(
+        "backstay.recipes.sft",
+        CONFIGS / "sft.yaml",
+        "supervised fine-tuning of a causal LM on chats, or on prompts with completions",
+    ),
+}

@@ -1,0 +1,1 @@
+"""Parts that recipes share; the loops themselves are in `backstay.recipes`."""

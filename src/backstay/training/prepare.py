@@ -1,0 +1,170 @@
+"""From a configuration to the objects of a training, the same for every recipe; all checks of what the user gave are in here.
+
+Runs in: all ranks together; what touches the output directory is done by rank 0. Nothing is trained yet, and nothing that was saved is changed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from backstay.errors import ConfigError, DataError
+from backstay.training.batches import DataConfig, Sequences
+from backstay.training.losses import check_packing
+from backstay.training.model import (
+    ModelConfig,
+    ModelFiles,
+    build_model,
+    load_weights,
+    materialize,
+    open_model,
+    tokenizer_hash,
+)
+from backstay.training.parallel import ParallelConfig, check_world, make_mesh, spread
+from backstay.training.runtime import Runtime
+from backstay.training.sampler import BatchShape, ResumableSampler
+from backstay.training.tokens import Tokenizing, TokenStore, make_store
+
+log = logging.getLogger("backstay")
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """The data sets of a run.
+
+    Attributes:
+        train, eval: sequences; `eval` is None if there is nothing to evaluate on.
+        names: of the token stores, by file: they say what the content is.
+    """
+
+    train: Sequences
+    eval: Sequences | None
+    names: dict[str, str]
+
+
+def prepare_files(config: ModelConfig, pad_token: str | None, out: Path, run: Runtime) -> ModelFiles:
+    """Open model and tokenizer; a GGUF file is converted once, by rank 0."""
+    if config.path is not None and config.path.endswith(".gguf"):
+        from backstay.interop.gguf import convert_gguf
+
+        source, converted = Path(config.path), out / "base"
+        run.together(lambda: convert_gguf(source, converted), on_first_only=True)
+        config = replace(config, path=str(converted))
+    files = run.together(lambda: open_model(config, pad_token=pad_token))
+    assert files is not None, "a rank without it has raised"
+    return files
+
+
+def prepare_data(config: DataConfig, files: ModelFiles, home: Path, run: Runtime) -> TokenizedData:
+    """Tokenize all files, by rank 0 for all, or find it done.
+
+    Raises:
+        ConfigError, DataError: on all ranks.
+    """
+    run.together(lambda: check_data_config(config))
+    how = Tokenizing(
+        seq_len=config.seq_len, too_long=config.too_long, use_template=config.use_template
+    )
+    paths = [Path(file) for file in (*config.train, *config.eval)]
+
+    def tokenize() -> list[Path]:
+        digest = tokenizer_hash(files.tokenizer)
+        made = []
+        for path in paths:
+            made.append(make_store(path, home, tokenizer=files.tokenizer, tokenizer_hash=digest, how=how))
+            counts = TokenStore(made[-1]).counts
+            log.info("%s: %s", path, counts)
+            if not counts.kept:
+                raise DataError(
+                    f"{path}: nothing to train on: {counts.dropped} samples, none of them with a token to learn within {config.seq_len} tokens"
+                )
+        return made
+
+    made = run.ranks.share(run.together(tokenize, on_first_only=True))
+    assert made is not None, "rank 0 has made them"
+    stores = run.together(lambda: [TokenStore(path) for path in made])
+    assert stores is not None, "a rank without them has raised"
+    capacity = config.seq_len if config.packing else None
+    num_train = len(config.train)
+    held_out = stores[num_train:]
+    return TokenizedData(
+        train=Sequences(stores[:num_train], capacity=capacity),
+        eval=Sequences(held_out, capacity=capacity) if held_out else None,
+        names={str(path): store.name for path, store in zip(paths, stores, strict=True)},
+    )
+
+
+def check_data_config(config: DataConfig) -> None:
+    """See that the values go together."""
+    if not config.train:
+        raise ConfigError("data.train: expected one or more JSONL files")
+    if config.weights and len(config.weights) != len(config.train):
+        raise ConfigError(
+            f"data.weights: expected one per file of data.train ({len(config.train)}), found {len(config.weights)}"
+        )
+    if any(weight <= 0 for weight in config.weights):
+        raise ConfigError(f"data.weights={list(config.weights)}: expected numbers > 0")
+    if config.seq_len < 2:
+        raise ConfigError(f"data.seq_len={config.seq_len}: expected a number >= 2")
+    if config.num_workers < 0:
+        raise ConfigError(f"data.num_workers={config.num_workers}: expected a number >= 0")
+
+
+def prepare_sampler(
+    config: DataConfig, data: TokenizedData, *, seed: int, shape: BatchShape
+) -> ResumableSampler:
+    """The order of the training data.
+
+    Raises:
+        ConfigError, DataError: the batch does not fit ranks or data.
+    """
+    per_pass = shape.micro_batch_size * shape.world_size
+    if shape.micro_batch_size < 1 or shape.batch_size < 1 or shape.batch_size % per_pass:
+        raise ConfigError(
+            f"batch_size={shape.batch_size}: expected a multiple of micro_batch_size x ranks = {shape.micro_batch_size} x {shape.world_size}, "
+            "because each rank takes micro-batches of that size from each batch"
+        )
+    sampler = ResumableSampler(
+        data.train.sizes, weights=config.weights, seed=seed, shuffle=config.shuffle
+    )
+    if shape.batch_size > sampler.epoch_size:
+        what = "packed sequences" if config.packing else "samples"
+        raise DataError(
+            f"batch_size={shape.batch_size} is larger than the data: an epoch has {sampler.epoch_size} {what}; lower batch_size, or use more data"
+        )
+    return sampler
+
+
+def check_context(files: ModelFiles, seq_len: int) -> None:
+    """See that the model can take sequences of that length."""
+    longest = getattr(files.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ConfigError(
+            f"data.seq_len={seq_len}: the model's context is {longest} tokens (max_position_embeddings); lower data.seq_len"
+        )
+
+
+def prepare_model(
+    files: ModelFiles, config: ModelConfig, parallel: ParallelConfig, run: Runtime
+) -> nn.Module:
+    """Build and shard a model, its values still arbitrary."""
+    run.together(lambda: check_world(parallel, run.world_size))
+    model = run.together(lambda: build_model(files, config))
+    assert model is not None, "a rank without it has raised"
+    spread(model, parallel, make_mesh(parallel, run.device, run.world_size))
+    materialize(model, run.device)
+    return model
+
+
+def fill_base(model: nn.Module, files: ModelFiles, *, seed: int, run: Runtime) -> None:
+    """Give the model the values it starts from."""
+    origin = run.together(lambda: load_weights(model, files, seed=seed))
+    log.info("model: %s", origin)
+
+
+def check_documents(model: nn.Module, packed: Sequence[Sequences | None], run: Runtime) -> None:
+    """If any sequence holds several documents, see that the model keeps them apart."""
+    if any(max(map(len, s.members[0])) > 1 for s in packed if s is not None):
+        check_packing(model, run.device)
