@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from backstay import Checkpointer, RetentionPolicy, SavePolicy, TrainState, restore
-from backstay.errors import BackstayError, ConfigError, Diverged
+from backstay.errors import BackstayError, ConfigError, Diverged, RankMissing
 from backstay.interop.hf import Exporter, save_companions
 from backstay.training.batches import (
     Collate,
@@ -159,6 +159,8 @@ def train(config: SftConfig, run: Runtime) -> int:
     try:
         lock = run.together(lambda: take_directory(out), on_first_only=True)
         job = prepare(config, run)
+    except RankMissing:
+        raise  # it died, whatever its input
     except BackstayError as error:
         raise BadInput from error
     try:
@@ -277,6 +279,8 @@ def run_loop(config: SftConfig, run: Runtime, job: Job) -> int:
         try:
             step = resume(config, run, job, checkpointer)
             check_documents(model, (job.data.train, job.data.eval), run)
+        except RankMissing:
+            raise
         except BackstayError as error:
             raise BadInput from error
 

@@ -41,6 +41,8 @@ PRELOADED = (
     "torch.distributed.tensor",
     "backstay.testing.rank_process",
 )
+# What the caller has imported by then, its ranks will probably need: a test module imports pytest.
+PRELOADED_IF_USED = frozenset({"pytest", "backstay.recipes.sft"})
 # Once a rank has failed, the others can hardly succeed; they get this long to say how they fail.
 GRACE_S = 10.0
 # What a killed rank gets to write its stacks, which takes milliseconds.
@@ -128,8 +130,7 @@ def run_ranks(
 def _context(start: str) -> Any:
     context = multiprocessing.get_context(start)
     if start == "forkserver":
-        # A test module in a rank imports pytest; the server may as well have it.
-        context.set_forkserver_preload([*PRELOADED, *({"pytest"} & {*sys.modules})])
+        context.set_forkserver_preload([*PRELOADED, *(PRELOADED_IF_USED & {*sys.modules})])
         from multiprocessing.forkserver import ensure_running
 
         ensure_running()  # it imports torch while this process may be doing the same

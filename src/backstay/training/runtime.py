@@ -31,7 +31,7 @@ log = logging.getLogger("backstay")
 T = TypeVar("T")
 BAD_INPUT = 2
 # Rank 0 may be tokenizing while the others wait.
-SETUP_TIMEOUT_S = 7200.0
+SETUP_TIMEOUT_S = 1800.0
 LOCK_NAME = ".lock"
 LOCK_WAIT_S = 60.0
 NOISY = ("torch.utils._pytree", "torchao", "torch.distributed.distributed_c10d")
@@ -155,6 +155,8 @@ def start() -> Runtime:
 
 def quiet() -> None:
     """Silence warnings about other people's packages that no user can act on."""
+    # Says that loader workers may be forked after tokenizing: they do not tokenize.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
 
