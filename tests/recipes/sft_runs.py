@@ -51,12 +51,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Send a signal to one rank `delay_s` seconds after its start, or as soon as a step was logged."""
+    """Send a signal to one rank `delay_s` seconds after its start, or as soon as a step was logged; perhaps again and again."""
 
     delay_s: float
     number: int
     rank: int
     after_step: int | None = None
+    repeat: int = 1
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def set(self, rank: int, out: Path) -> None:
@@ -72,7 +73,9 @@ class Alarm:
                 time.sleep(0.01)
         if self.number != signal.SIGUSR1:
             self._note(out).touch()
-        os.kill(os.getpid(), self.number)
+        for _ in range(self.repeat):
+            os.kill(os.getpid(), self.number)
+            time.sleep(0.1)
 
     def _follow(self, out: Path) -> None:
         """What a launcher does once one of its ranks is gone: end the others, if they do not end by themselves."""
@@ -90,9 +93,11 @@ def out_of(overrides: Iterable[str]) -> Path:
     return Path(next(each for each in overrides if each.startswith("out="))[4:])
 
 
-def make_inputs(home: Path, *, num_sequences: int = 20, is_packed: bool = False) -> dict[str, Any]:
+def make_inputs(
+    home: Path, *, num_sequences: int = 20, is_packed: bool = False, attention_dropout: float = 0.1
+) -> dict[str, Any]:
     """A model and data below `home`, as overrides; an epoch has `num_sequences` sequences."""
-    write_tiny_llm(home / "model", attention_dropout=0.1)
+    write_tiny_llm(home / "model", attention_dropout=attention_dropout)
     num_samples = num_sequences
     if is_packed:
         while len(pack([num_tokens(n) for n in range(num_samples)], SEQ_LEN)) < num_sequences:

@@ -4,7 +4,6 @@ Guarantees: a directory under its final name is complete; several processes may 
 """
 
 import importlib.util
-import logging
 import os
 import struct
 import tempfile
@@ -23,7 +22,6 @@ from transformers import (
 
 from backstay.errors import InvalidArgument, ModelError
 
-log = logging.getLogger("backstay")
 MAGIC = b"GGUF"
 # What a converted directory has at least; weights of many gigabytes are several files with an index.
 REQUIRED = ("config.json", "tokenizer.json", "model*.safetensors")
@@ -41,6 +39,9 @@ def convert_gguf(gguf_file: Path, out: Path) -> Path:
 
     Weights are stored as bfloat16 if that changes none of them, which is so for a file of bfloat16 ones; else as float32, because what
     comes out of float16 and of quantized blocks has more bits than bfloat16 keeps. A whole model in float32 has to fit into memory.
+
+    Text is split, before tokens are made of it, by the rule the file names (`tokenizer.ggml.pre`); like GPT-2's, if neither transformers
+    nor this module knows that one.
 
     Args:
         out: the directory to make. A complete one is returned as it is, whatever file it was made from.
@@ -60,8 +61,11 @@ def convert_gguf(gguf_file: Path, out: Path) -> Path:
         raise ModelError(f"{gguf_file}: reading it needs the package gguf: pip install gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.incomplete-", dir=out.parent) as home:
-        unfinished = Path(home) / out.name
-        model, tokenizer = read_gguf(gguf_file)
+        # By itself in a directory: transformers would take a tokenizer or a configuration that lies beside it instead.
+        alone = Path(home) / "model.gguf"
+        alone.symlink_to(gguf_file.resolve())
+        model, tokenizer = read_gguf(alone, gguf_file)
+        unfinished = Path(home) / "converted"
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         publish(unfinished, out)
@@ -91,22 +95,26 @@ def check_magic(gguf_file: Path) -> None:
         )
 
 
-def read_gguf(gguf_file: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+def read_gguf(alone: Path, gguf_file: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model, in the dtype it is to be stored in, and its tokenizer.
+
+    Args:
+        alone: where to read it.
+        gguf_file: what to call it.
 
     Raises:
         ModelError: the file is damaged, or its architecture is unknown to transformers.
     """
     try:
-        splitting = read_splitting(gguf_file)
-        model = read_model(gguf_file)
-        tokenizer = read_tokenizer(gguf_file, splitting)
+        splitting = read_splitting(alone)
+        model, missing = read_model(alone)
+        tokenizer = read_tokenizer(alone, splitting)
     except UNREADABLE as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(
             f"{gguf_file}: damaged, or not a model that transformers can read from GGUF: {error!r}"
         ) from error
+    if missing:
+        raise ModelError(f"{gguf_file}: has no weights for {', '.join(missing)}")
     if (max_tokens := getattr(model.config, "max_position_embeddings", None)) is not None:
         tokenizer.model_max_length = max_tokens
     return model, tokenizer
@@ -120,21 +128,20 @@ def read_splitting(gguf_file: Path) -> str | None:
     return None if field is None else str(field.contents())
 
 
-def read_model(gguf_file: Path) -> Any:
-    """The model without its quantization."""
-    place: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
-    model, loaded = AutoModelForCausalLM.from_pretrained(
+def read_model(gguf_file: Path) -> tuple[Any, list[str]]:
+    """The model without its quantization, and which parameters the file does not have."""
+    found: Any = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
+        gguf_file=gguf_file.name,
         # Given, because transformers would read the file's metadata, which takes seconds, once more for it.
-        config=AutoConfig.from_pretrained(gguf_file.parent, **place),
+        config=AutoConfig.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name),
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
-        **place,
     )
-    if missing := sorted(loaded["missing_keys"]):
-        raise ModelError(f"{gguf_file}: has no weights for {', '.join(missing)}")
-    return model.to(torch.bfloat16) if all(map(fits_bfloat16, model.parameters())) else model
+    model, loaded = found
+    is_short = all(map(fits_bfloat16, model.parameters()))
+    return model.to(torch.bfloat16) if is_short else model, sorted(loaded["missing_keys"])
 
 
 def fits_bfloat16(parameter: nn.Parameter) -> bool:
@@ -147,8 +154,8 @@ def read_tokenizer(gguf_file: Path, splitting: str | None) -> PreTrainedTokenize
     from tokenizers import pre_tokenizers
 
     # Not AutoTokenizer: it may choose a class for the architecture that rebuilds parts of the tokenizer by rules of its own.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True
+    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name
     )
     if splitting in SPLIT_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from backstay.attempts import parse_step
 from backstay.catalog import Catalog, Entry, find_hash_problem, shorten
 from backstay.coordination import Coordination, name_ranks
 from backstay.errors import (
@@ -111,6 +112,8 @@ def choose(
         return choose_stock(path, step, verify)
     if (path / WEIGHTS_DIR / METADATA_NAME).exists():
         raise CorruptCheckpoint(f"{path} was never committed: it has no {MANIFEST_NAME}")
+    if parse_step(path.name) is not None and not path.exists():
+        raise CheckpointNotFound(f"{path}: there is no such checkpoint")
     catalog = Catalog(path)
     wait_for_writers(catalog, wait_s)
     if step is not None:

@@ -23,7 +23,16 @@ MIN_DOCSTRING_CHARS, MAX_DOCSTRING_CHARS = 20, 300
 # Of ten samples, one is held out.
 HELD_OUT_OF = 10
 PASSED_OVER = frozenset(
-    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "_bundled"}
+    {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "site-packages",
+        "dist-packages",
+        "_bundled",
+    }
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -107,7 +116,11 @@ def distinct(samples: Iterable[Documented]) -> list[Documented]:
     seen: set[str] = set()
     kept = []
     for sample in sorted(samples, key=lambda sample: (sample.digest, sample.source)):
-        texts = {f"name {sample.name}", f"source {sample.source}", f"summary {sample.summary.lower()}"}
+        texts = {
+            f"name {sample.name}",
+            f"source {sample.source}",
+            f"summary {sample.summary.lower()}",
+        }
         if seen.isdisjoint(texts):
             kept.append(sample)
         seen |= texts
@@ -165,7 +178,7 @@ def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
             yield from functions(child, prefix)
 
 
-def source_without_docstring(node: Function, lines: Sequence[str]) -> str | None:
+def source_without_docstring(node: Function, lines: list[str]) -> str | None:
     """A function as it is written, comments and all, moved to the left margin.
 
     Returns:
@@ -215,7 +228,10 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for the two files")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="at most N samples in both files together (default: all)"
+        "--limit",
+        type=int,
+        metavar="N",
+        help="at most N samples in both files together (default: all)",
     )
     parser.add_argument(
         "--max-prompt-chars",

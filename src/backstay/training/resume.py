@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from backstay.catalog import Catalog
-from backstay.errors import ConfigChanged, UsedRoot
+from backstay.errors import CheckpointNotFound, ConfigChanged, UsedRoot
 from backstay.load.restore import restore
 from backstay.state import TrainState
 from backstay.training.config import compare
@@ -56,7 +56,12 @@ def find_earlier(checkpoints: Path, resume: str) -> Earlier | None:
     # A run that was itself resumed from elsewhere goes on from its own checkpoints.
     if resume == AUTO or own.list():
         return probe(checkpoints)
-    return probe(Path(resume))
+    named = probe(Path(resume))
+    if named is None:
+        raise CheckpointNotFound(
+            f"resume={resume}: there is no checkpoint; expected a root of checkpoints, one checkpoint, auto or never"
+        )
+    return named
 
 
 def probe(path: Path) -> Earlier | None:
