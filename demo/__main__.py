@@ -104,7 +104,7 @@ def show(out: Path, kill: Kill, example: dict[str, object], written: tuple[Writt
     table.add_row("training blocked per save", ", ".join(f"{ms:.1f} ms" for ms in blocked))
     size = max(event.num_bytes for event in saves)
     speeds = ", ".join(f"{2 * event.gb_per_s:.2f}" for event in by_trainer)
-    table.add_row("written per save", f"{size / 1e9:.2f} GB at {speeds} GB/s by both ranks (held back to 0.26 GB/s)")
+    table.add_row("written per save", f"{size / 1e9:.2f} GB at {speeds} GB/s by both ranks (held back to 0.12 GB/s)")
     lost_s = sum(event.blocked_s + event.drained_s for event in by_trainer)
     trained_s = sum(line["step_s"] for line in lines if "step_s" in line)
     table.add_row("training time lost to saves", f"{lost_s:.3f} s of {trained_s:.0f} s")

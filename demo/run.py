@@ -37,7 +37,7 @@ def run(command: Sequence[str]) -> int:
 
 
 def run_and_kill(command: Sequence[str], out: Path, *, rank: int) -> Kill:
-    """Run a command and send SIGKILL to one rank while a save is being written and training has gone on for two steps.
+    """Run a command and send SIGKILL to one rank while a save is being written and training has gone on for a step.
 
     Raises:
         RuntimeError: the run came to its end before that.
@@ -48,7 +48,7 @@ def run_and_kill(command: Sequence[str], out: Path, *, rank: int) -> Kill:
         while process.poll() is None and time.monotonic() < deadline:
             saving = find_save(out)
             trained = last_step(out)
-            if saving is not None and trained >= saving + 2:
+            if saving is not None and trained > saving:
                 pid = find_rank(process.pid, rank)
                 os.kill(pid, signal.SIGKILL)
                 process.wait(RUN_LIMIT_S)

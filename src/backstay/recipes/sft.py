@@ -21,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from backstay import Checkpointer, RetentionPolicy, SavePolicy, TrainState, restore
+from backstay.checkpointer import Checkpointer
 from backstay.errors import BackstayError, ConfigError, Diverged, RankMissing
 from backstay.interop.hf import Exporter, save_companions
+from backstay.load.restore import restore
+from backstay.policies import RetentionPolicy, SavePolicy
+from backstay.state import TrainState
 from backstay.training.batches import (
     Collate,
     DataConfig,

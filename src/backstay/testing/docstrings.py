@@ -20,6 +20,9 @@ from pathlib import Path
 INSTRUCTION = "Write the docstring of this Python function:"
 MIN_LINES, MAX_LINES = 3, 40
 MIN_DOCSTRING_CHARS, MAX_DOCSTRING_CHARS = 20, 300
+MIN_WORDS = 3
+# Examples, and signatures.
+NOT_PROSE = (">>>", "->")
 # Of ten samples, one is held out.
 HELD_OUT_OF = 10
 PASSED_OVER = frozenset(
@@ -216,7 +219,8 @@ def is_fit(source: str, summary: str) -> bool:
     return (
         MIN_LINES <= source.count("\n") + 1 <= MAX_LINES
         and MIN_DOCSTRING_CHARS <= len(summary) <= MAX_DOCSTRING_CHARS
-        and ">>>" not in summary
+        and len(summary.split()) >= MIN_WORDS
+        and not any(sign in summary for sign in NOT_PROSE)
     )
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from torch import nn
 
-from backstay import SaveEvent
 from backstay.attempts import step_dir_name
 from backstay.coordination import Coordination
 from backstay.errors import ConfigError
+from backstay.events import SaveEvent
 from backstay.interop.hf import Exporter, ExportOptions, export_model
 
 FINAL = "final"

@@ -25,7 +25,7 @@ from backstay.training.model import (
 from backstay.training.parallel import ParallelConfig, check_world, make_mesh, spread
 from backstay.training.runtime import Runtime
 from backstay.training.sampler import BatchShape, ResumableSampler
-from backstay.training.tokens import Tokenizing, TokenStore, make_store
+from backstay.training.tokens import Tokenizing, TokenStore, hash_file, make_store
 
 log = logging.getLogger("backstay")
 
@@ -49,7 +49,9 @@ def prepare_files(config: ModelConfig, pad_token: str | None, out: Path, run: Ru
     if config.path is not None and config.path.endswith(".gguf"):
         from backstay.interop.gguf import convert_gguf
 
-        source, converted = Path(config.path), out / "base"
+        source = Path(config.path)
+        name = run.together(lambda: hash_file(source), on_first_only=True)
+        converted = out / f"base-{run.ranks.share(name)}"
         run.together(lambda: convert_gguf(source, converted), on_first_only=True)
         config = replace(config, path=str(converted))
     files = run.together(lambda: open_model(config, pad_token=pad_token))

@@ -94,22 +94,30 @@ class TokenStore:
         return np.diff(self._ends, prepend=0).tolist()
 
 
+def hash_file(file: Path) -> str:
+    """A short name for the content of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    hashing = xxhash.xxh3_64()
+    try:
+        with file.open("rb") as reader:
+            while piece := reader.read(1 << 20):
+                hashing.update(piece)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
+    return hashing.hexdigest()
+
+
 def store_name(file: Path, tokenizer_hash: str, how: Tokenizing) -> str:
     """A name for the store of a file: of its content, the tokenizer and the rules.
 
     Raises:
         DataError: the file cannot be read.
     """
-    hashing = xxhash.xxh3_64(json.dumps([tokenizer_hash, asdict(how)]).encode())
-    try:
-        with file.open("rb") as reader:
-            while piece := reader.read(1 << 20):
-                hashing.update(piece)
-    except OSError as error:
-        raise DataError(
-            f"{file}: cannot be read ({error.strerror}); expected JSONL, one sample per line"
-        ) from error
-    return hashing.hexdigest()
+    parts = json.dumps([hash_file(file), tokenizer_hash, asdict(how)])
+    return xxhash.xxh3_64_hexdigest(parts.encode())
 
 
 def make_store(
