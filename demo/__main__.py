@@ -29,14 +29,18 @@ console = Console(highlight=False)
 
 def main() -> int:
     """The whole demonstration."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where it works")
     out = parser.parse_args().out
     began = time.monotonic()
     if out.exists():
         say(f"removing the demonstration before in {out}")
         shutil.rmtree(out)
-    say("preparing SmolLM2-135M-Instruct (converted once) and the data: functions of the standard library -> their docstrings")
+    say(
+        "preparing SmolLM2-135M-Instruct (converted once) and the data: functions of the standard library -> their docstrings"
+    )
     model = find_smollm2()
     train, held_out = make_data(out / "data")
     command = [
@@ -46,7 +50,9 @@ def main() -> int:
     ]
     say(f"first start: {shlex.join(['backstay', *command[3:]])}")
     kill = run_and_kill(command, out, rank=1)
-    say(f"rank {kill.rank} (process {kill.pid}) got SIGKILL while step {kill.saving} was being written, after step {kill.trained}")
+    say(
+        f"rank {kill.rank} (process {kill.pid}) got SIGKILL while step {kill.saving} was being written, after step {kill.trained}"
+    )
     say("second start: the same command")
     status = run(command)
     if status:
@@ -54,9 +60,7 @@ def main() -> int:
         return status
     say("the exported model, loaded with stock transformers")
     example = json.loads(held_out.read_text().splitlines()[0])
-    before, after = (
-        write_docstring(path, example) for path in (model, out / "export" / "final")
-    )
+    before, after = (write_docstring(path, example) for path in (model, out / "export" / "final"))
     is_right = show(out, kill, example, (before, after))
     say(f"{time.monotonic() - began:.0f} s in all")
     return 0 if is_right else 1
@@ -73,7 +77,9 @@ def make_data(home: Path) -> tuple[Path, Path]:
     return files[0], files[1]
 
 
-def show(out: Path, kill: Kill, example: dict[str, object], written: tuple[Written, Written]) -> bool:
+def show(
+    out: Path, kill: Kill, example: dict[str, object], written: tuple[Written, Written]
+) -> bool:
     """Print the results; whether all is as promised."""
     lines = read_lines(out / "metrics.jsonl")
     first, second = (
@@ -89,8 +95,15 @@ def show(out: Path, kill: Kill, example: dict[str, object], written: tuple[Writt
     by_trainer = [event for event in saves if not event.trainer_gone]
 
     table = Table(show_header=False, title="What happened")
-    table.add_row("killed", f"rank {kill.rank}, in the middle of writing step {kill.saving}, after step {kill.trained}")
-    fate = "committed all the same, by the writers that outlived the ranks" if resumed_at == kill.saving else "given up"
+    table.add_row(
+        "killed",
+        f"rank {kill.rank}, in the middle of writing step {kill.saving}, after step {kill.trained}",
+    )
+    fate = (
+        "committed all the same, by the writers that outlived the ranks"
+        if resumed_at == kill.saving
+        else "given up"
+    )
     table.add_row(f"the save of step {kill.saving}", fate)
     table.add_row("resumed after", f"step {resumed_at}")
     table.add_row(
@@ -104,11 +117,16 @@ def show(out: Path, kill: Kill, example: dict[str, object], written: tuple[Writt
     table.add_row("training blocked per save", ", ".join(f"{ms:.1f} ms" for ms in blocked))
     size = max(event.num_bytes for event in saves)
     speeds = ", ".join(f"{2 * event.gb_per_s:.2f}" for event in by_trainer)
-    table.add_row("written per save", f"{size / 1e9:.2f} GB at {speeds} GB/s by both ranks (held back to 0.12 GB/s)")
+    table.add_row(
+        "written per save",
+        f"{size / 1e9:.2f} GB at {speeds} GB/s by both ranks (held back to 0.12 GB/s)",
+    )
     lost_s = sum(event.blocked_s + event.drained_s for event in by_trainer)
     trained_s = sum(line["step_s"] for line in lines if "step_s" in line)
     table.add_row("training time lost to saves", f"{lost_s:.3f} s of {trained_s:.0f} s")
-    table.add_row("loss on held-out docstrings", f"{held_out[0]:.4f} before, {held_out[-1]:.4f} after")
+    table.add_row(
+        "loss on held-out docstrings", f"{held_out[0]:.4f} before, {held_out[-1]:.4f} after"
+    )
     console.print(table)
 
     table = Table(title=f"A docstring for a held-out function, {example['id']}", show_lines=True)
@@ -117,7 +135,9 @@ def show(out: Path, kill: Kill, example: dict[str, object], written: tuple[Writt
     own = str(example["messages"][-1]["content"])  # type: ignore[index]
     table.add_row(own, written[0].text, written[1].text)
     console.print(table)
-    is_right = bool(both) and equal == both and resumed_at == kill.saving and held_out[-1] < held_out[0]
+    is_right = (
+        bool(both) and equal == both and resumed_at == kill.saving and held_out[-1] < held_out[0]
+    )
     if not is_right:
         say("that is not as it should be")
     return is_right

@@ -86,7 +86,9 @@ def config(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint: .../checkpoints/step-00000100.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint: .../checkpoints/step-00000100.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to be made.")],
     dtype: Annotated[
         str, typer.Option(help="Of floating tensors: same, float32, bfloat16 or float16.")

@@ -78,6 +78,10 @@ class CommitTimeout(SaveFailed, TimeoutError):
     """The coordinator waited in vain for some ranks to finish writing."""
 
 
+class ExportFailed(BackstayError, OSError):
+    """A model was not written for others; the message names the step, if there is one, and the cause."""
+
+
 # The way back -----------------------------------------------------------------------------------------------------------
 
 

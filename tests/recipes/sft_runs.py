@@ -162,7 +162,9 @@ def records(out: Path) -> dict[int, dict[str, Any]]:
     kept = ("loss", "lr", "grad_norm", "samples", "eval_loss", "epoch")
     found: dict[int, dict[str, Any]] = {}
     for line in read_lines(out / "metrics.jsonl"):
-        found.setdefault(line["step"], {}).update({name: line[name] for name in kept if name in line})
+        found.setdefault(line["step"], {}).update(
+            {name: line[name] for name in kept if name in line}
+        )
     return found
 
 

@@ -77,7 +77,7 @@ def test_an_epoch_has_the_steps_that_the_stops_are_made_for(
     by_step = records(untouched[0])
     assert [step for step in by_step if by_step[step]["epoch"] in (1.0, 2.0)] == [5, 10]
     first, second = (
-        sorted(sum((by_step[step]["samples"] for step in steps), []))
+        sorted(sample for step in steps for sample in by_step[step]["samples"])
         for steps in (range(1, 6), range(6, 11))
     )
     assert first == second == list(range(20))

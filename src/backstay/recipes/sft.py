@@ -10,7 +10,7 @@ result is that of a run that was never interrupted.
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -139,7 +139,7 @@ class Job:
 
     Attributes:
         end: position of the sampler when everything has been trained on.
-        evaluated: the last step whose evaluation came to its end; part of the state.
+        earlier: what the run goes on from.
     """
 
     files: ModelFiles
@@ -153,6 +153,7 @@ class Job:
     earlier: Earlier | None
     metrics: Metrics
     checkpoints: Path
+    exports: Path
     companions: Path
 
 
@@ -187,16 +188,16 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
     run.together(lambda: check_context(files, config.data.seq_len))
     data = prepare_data(config.data, files, out / "tokens", run)
     shape = BatchShape(config.batch_size, config.micro_batch_size, run.rank, run.world_size)
-    sampler = run.together(lambda: prepare_sampler(config.data, data, seed=config.seed, shape=shape))
+    sampler = run.together(
+        lambda: prepare_sampler(config.data, data, seed=config.seed, shape=shape)
+    )
     assert sampler is not None, "a rank without it has raised"
 
     identity = {**files.identity(), "data": sorted(data.names.values())}
     plain = to_plain(config)
     earlier = find_earlier(out / "checkpoints", config.resume)
     if earlier is not None:
-        changes = check_changes(
-            SftConfig, earlier, plain, identity, allow=config.allow_changes
-        )
+        changes = check_changes(SftConfig, earlier, plain, identity, allow=config.allow_changes)
         for change in changes:
             log.info("changed since the checkpoint: %s", change)
 
@@ -205,6 +206,7 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
     if earlier is None:
         fill_base(model, files, seed=config.seed, run=run)
     optimizer = make_optimizer(model, config.optimizer)
+    # "evaluated" is the last step whose evaluation came to its end.
     state = TrainState(
         model=model,
         optimizer=optimizer,
@@ -225,6 +227,7 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
         earlier=earlier,
         metrics=metrics,
         checkpoints=out / "checkpoints",
+        exports=out / "export",
         companions=out / "companions",
     )
     run.together(lambda: write_companions(config, job), on_first_only=True)
@@ -242,7 +245,186 @@ def write_companions(config: SftConfig, job: Job) -> None:
     )
 
 
-def resume(config: SftConfig, run: Runtime, job: Job, checkpointer: Checkpointer) -> int:
+@dataclass
+class Course:
+    """A training under way, for what happens between its updates.
+
+    Attributes:
+        step: updates behind the train state.
+        num_steps: updates at the end.
+    """
+
+    config: SftConfig
+    run: Runtime
+    job: Job
+    signals: StopSignals
+    checkpointer: Checkpointer
+    collate: Collate
+    step: int = 0
+    num_steps: int = 0
+
+    def must_stop(self) -> bool:
+        """At a point where it is safe, on all ranks: save if a signal asks for it; whether one asks to stop."""
+        wish = self.signals.agree(self.run.ranks)
+        if wish.save and self.step > 0:
+            self.checkpointer.maybe_save(self.step, now=True)
+        return wish.stop
+
+    def evaluate_if_due(self) -> float | None:
+        """The mean loss on held-out data, if it is time for it and nothing interrupts it."""
+        config, extra = self.config, self.job.state.extra
+        every = config.eval.every_steps
+        is_due = (
+            self.step == self.num_steps
+            or (config.eval.at_start and self.step == 0)
+            or (every is not None and self.step > 0 and self.step % every == 0)
+        )
+        if not is_due or self.job.data.eval is None or extra["evaluated"] == self.step:
+            return None
+        loss = measure(self, self.job.data.eval)
+        if loss is not None:
+            extra["evaluated"] = self.step
+            self.job.metrics.say(f"step {self.step}: loss on held-out data {loss:.4f}")
+        return loss
+
+    def save_if_due(self, scores: dict[str, float]) -> float:
+        """Save if it is time for it; returns how long training was held up, in seconds."""
+        began = time.perf_counter()
+        is_due = self.config.export.is_due(self.step)
+        self.checkpointer.maybe_save(self.step, metrics=scores, now=is_due)
+        if self.config.checkpoint.mode == "sync":
+            self.checkpointer.wait()
+        return time.perf_counter() - began
+
+
+def run_loop(config: SftConfig, run: Runtime, job: Job) -> int:
+    """Train, and export at the end; returns the exit status."""
+    exporter = Exporter(job.exports, companions=job.companions, options=config.export.options())
+    collate = Collate(job.files.tokenizer.pad_token_id)
+    with StopSignals() as signals, open_checkpointer(config, run, job, exporter) as checkpointer:
+        course = Course(config, run, job, signals, checkpointer, collate)
+        begin(course)
+        update_until_done(course)
+    job.metrics.say(checkpointer.report())
+    if course.step < course.num_steps:
+        job.metrics.say(
+            f"stopped after step {course.step} of {course.num_steps}; run the same command again to go on"
+        )
+        return STOPPED
+    if config.export.at_end:
+        path = export_at_end(
+            job.model,
+            job.exports,
+            course.step,
+            companions=job.companions,
+            config=config.export,
+            ranks=run.ranks,
+        )
+        job.metrics.say(f"exported to {path}")
+    run.together(exporter.wait, on_first_only=True)
+    return 0
+
+
+def update_until_done(course: Course) -> None:
+    """The loop: update, evaluate, save, log, until there is nothing left or a signal says stop."""
+    config, run, job = course.config, course.run, course.job
+    model, optimizer, sampler = job.model, job.optimizer, job.sampler
+    batches = load_batches(
+        job.data.train,
+        sampler.micro_batches(job.shape, end=job.end),
+        course.collate,
+        num_workers=config.data.num_workers,
+        pin=run.device.type == "cuda",
+    )
+    clock = Clock()
+    while course.step < course.num_steps and not course.must_stop():
+        micro_batches = list(islice(batches, job.shape.num_micro_batches))
+        rate = rate_at(course.step + 1, course.num_steps, config.optimizer)
+        set_rate(optimizer, rate)
+        reseed(config.seed, course.step, run.rank)
+        loss = accumulate(course, micro_batches)
+        if loss is None:
+            break  # the gradients so far are dropped, and this update is done again after the resumption
+        grad_norm = clip_gradients(model, config.optimizer.clip_norm).item()
+        check_finite(loss, grad_norm, course.step + 1, job.checkpoints)
+        optimizer.step()
+        optimizer.zero_grad()
+        sampler.advance(min(config.batch_size, job.end - sampler.position))
+        course.step += 1
+
+        eval_loss = course.evaluate_if_due()
+        scores = {"loss": loss} if eval_loss is None else {"loss": loss, "eval_loss": eval_loss}
+        checkpoint_s = course.save_if_due(scores)
+        clock.count(sum(batch.num_tokens for batch in micro_batches))
+        tokens_per_s, step_s = clock.read()
+        values: dict[str, object] = {
+            **scores,
+            "lr": rate,
+            "grad_norm": grad_norm,
+            "tokens_per_s": tokens_per_s * run.world_size,
+            "step_s": step_s,
+            "memory_gb": memory_gb(run.device),
+            "checkpoint_ms": checkpoint_s * 1e3,
+            "epoch": sampler.position / sampler.epoch_size,
+        }
+        if config.log.samples:
+            values["samples"] = gather_samples(micro_batches, run)
+        job.metrics.write(course.step, values)
+
+
+def open_checkpointer(
+    config: SftConfig, run: Runtime, job: Job, exporter: Exporter
+) -> Checkpointer:
+    """The checkpointer of a run; rank 0's starts the exports of what was committed."""
+    ours = config.checkpoint
+    return Checkpointer(
+        job.checkpoints,
+        job.state,
+        save=SavePolicy(every_steps=ours.every_steps, every_s=ours.every_s),
+        keep=RetentionPolicy(
+            last=ours.keep_last,
+            best=ours.keep_best,
+            metric="eval_loss" if ours.keep_best else None,
+        ),
+        staging=ours.staging,
+        bandwidth_bytes_per_s=ours.bandwidth_bytes_per_s,
+        on_event=export_when_committed(exporter, config.export, job.checkpoints)
+        if run.is_first
+        else None,
+    )
+
+
+def begin(course: Course) -> None:
+    """Put the train state back, if there is one to go on from, and say what lies ahead.
+
+    Raises:
+        BadInput: it does not fit; nothing was trained.
+    """
+    config, job = course.config, course.job
+    try:
+        course.step = resume(job, course.checkpointer)
+        check_documents(job.model, (job.data.train, job.data.eval), course.run)
+    except RankMissing:
+        raise
+    except BackstayError as error:
+        raise BadInput from error
+    left = -(-(job.end - job.sampler.position) // config.batch_size)
+    course.num_steps = course.step + left
+    if config.max_steps is not None:
+        course.num_steps = min(course.num_steps, max(config.max_steps, course.step))
+    if job.earlier is not None:
+        job.metrics.say(
+            f"going on after step {course.step} of {course.num_steps}, epoch {job.sampler.epoch + 1}, from {job.earlier.path}"
+        )
+    if course.step == course.num_steps:
+        job.metrics.say("nothing left to train")
+    job.metrics.begin(course.step, course.num_steps)
+    loss = course.evaluate_if_due()
+    if loss is not None:
+        job.metrics.write(course.step, {"eval_loss": loss})
+
+
+def resume(job: Job, checkpointer: Checkpointer) -> int:
     """Put the train state back; returns the number of updates behind it."""
     if job.earlier is None:
         return 0
@@ -255,149 +437,15 @@ def resume(config: SftConfig, run: Runtime, job: Job, checkpointer: Checkpointer
     return step
 
 
-def run_loop(config: SftConfig, run: Runtime, job: Job) -> int:
-    """The training itself."""
-    model, optimizer, sampler, metrics = job.model, job.optimizer, job.sampler, job.metrics
-    exports = Path(config.out) / "export"
-    exporter = Exporter(exports, companions=job.companions, options=config.export.options())
-    checkpointer = Checkpointer(
-        job.checkpoints,
-        job.state,
-        save=SavePolicy(
-            every_steps=config.checkpoint.every_steps, every_s=config.checkpoint.every_s
-        ),
-        keep=RetentionPolicy(
-            last=config.checkpoint.keep_last,
-            best=config.checkpoint.keep_best,
-            metric="eval_loss" if config.checkpoint.keep_best else None,
-        ),
-        staging=config.checkpoint.staging,
-        bandwidth_bytes_per_s=config.checkpoint.bandwidth_bytes_per_s,
-        on_event=export_when_committed(exporter, config.export, job.checkpoints)
-        if run.is_first
-        else None,
-    )
-    collate = Collate(job.files.tokenizer.pad_token_id)
-    with StopSignals() as signals, checkpointer:
-        try:
-            step = resume(config, run, job, checkpointer)
-            check_documents(model, (job.data.train, job.data.eval), run)
-        except RankMissing:
-            raise
-        except BackstayError as error:
-            raise BadInput from error
-
-        def heed() -> bool:
-            """At a point where it is safe: save if that is wanted; whether to stop."""
-            wish = signals.agree(run.ranks)
-            if wish.save and step > 0:
-                checkpointer.maybe_save(step, now=True)
-            return wish.stop
-
-        def evaluate() -> float | None:
-            loss = measure(model, job.data.eval, collate, config, run, heed)
-            if loss is not None:
-                job.state.extra["evaluated"] = step
-                metrics.say(f"step {step}: loss on held-out data {loss:.4f}")
-            return loss
-
-        left = -(-(job.end - sampler.position) // config.batch_size)
-        num_steps = step + left
-        if config.max_steps is not None:
-            num_steps = min(num_steps, max(config.max_steps, step))
-        if step:
-            metrics.say(f"going on after step {step} of {num_steps}, epoch {sampler.epoch + 1}, from {job.earlier.path}")
-        if step == num_steps:
-            metrics.say("nothing left to train")
-        metrics.begin(step, num_steps)
-
-        def is_eval_due() -> bool:
-            every = config.eval.every_steps
-            at = step == num_steps or (config.eval.at_start and step == 0)
-            is_due = at or (every is not None and step > 0 and step % every == 0)
-            return is_due and job.data.eval is not None and job.state.extra["evaluated"] != step
-
-        eval_loss = None
-        if is_eval_due():
-            eval_loss = evaluate()
-            if eval_loss is not None:
-                metrics.write(step, {"eval_loss": eval_loss})
-
-        batches = load_batches(
-            job.data.train,
-            sampler.micro_batches(job.shape, end=job.end),
-            collate,
-            num_workers=config.data.num_workers,
-            pin=run.device.type == "cuda",
-        )
-        clock = Clock()
-        while step < num_steps and not heed():
-            micro_batches = list(islice(batches, job.shape.num_micro_batches))
-            num_targets = run.ranks.add(sum(batch.num_targets for batch in micro_batches))
-            rate = rate_at(step + 1, num_steps, config.optimizer)
-            set_rate(optimizer, rate)
-            reseed(config.seed, step, run.rank)
-            loss = accumulate(model, micro_batches, num_targets, run, heed)
-            if loss is None:
-                break  # the gradients so far are dropped, and this update is done again after the resumption
-            grad_norm = clip_gradients(model, config.optimizer.clip_norm).item()
-            check_finite(loss, grad_norm, step + 1, job.checkpoints)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            sampler.advance(min(config.batch_size, job.end - sampler.position))
-            clock.count(sum(batch.num_tokens for batch in micro_batches))
-
-            eval_loss = evaluate() if is_eval_due() else None
-            began = time.perf_counter()
-            scores = {"loss": loss} if eval_loss is None else {"loss": loss, "eval_loss": eval_loss}
-            checkpointer.maybe_save(step, metrics=scores, now=config.export.is_due(step))
-            if config.checkpoint.mode == "sync":
-                checkpointer.wait()
-            checkpoint_s = time.perf_counter() - began
-            tokens_per_s, step_s = clock.read()
-            values = {
-                "loss": loss,
-                "eval_loss": eval_loss,
-                "lr": rate,
-                "grad_norm": grad_norm,
-                "tokens_per_s": tokens_per_s * run.world_size,
-                "step_s": step_s,
-                "memory_gb": memory_gb(run.device),
-                "checkpoint_ms": checkpoint_s * 1e3,
-                "epoch": sampler.position / sampler.epoch_size,
-            }
-            if config.log.samples:
-                values["samples"] = gather_samples(micro_batches, run)
-            metrics.write(step, values)
-        is_done = step == num_steps
-    if run.is_first and checkpointer.events:
-        metrics.say(checkpointer.report())
-    if not is_done:
-        metrics.say(f"stopped after step {step} of {num_steps}; run the same command again to go on")
-        return STOPPED
-    if config.export.at_end:
-        path = export_at_end(
-            model, exports, step, companions=job.companions, config=config.export, ranks=run.ranks
-        )
-        metrics.say(f"exported to {path}")
-    run.together(exporter.wait, on_first_only=True)
-    return 0
-
-
-def accumulate(
-    model: nn.Module,
-    micro_batches: Iterable[MicroBatch],
-    num_targets: int,
-    run: Runtime,
-    heed: Callable[[], bool],
-) -> float | None:
+def accumulate(course: Course, micro_batches: Iterable[MicroBatch]) -> float | None:
     """Gradients of the mean loss over all targets of all ranks; returns that loss, or None if it had to stop in between."""
+    run = course.run
+    num_targets = run.ranks.add(sum(batch.num_targets for batch in micro_batches))
     total = torch.zeros((), dtype=torch.float64)
     for number, batch in enumerate(micro_batches):
-        if number and heed():
+        if number and course.must_stop():
             return None
-        loss = token_loss(model, batch.to(run.device))
+        loss = token_loss(course.job.model, batch.to(run.device))
         # FSDP averages over ranks, but the mean is over tokens.
         (loss * (run.world_size / num_targets)).backward()
         total += loss.detach().double().cpu()
@@ -405,25 +453,17 @@ def accumulate(
 
 
 @torch.no_grad()
-def measure(
-    model: nn.Module,
-    sequences: Sequences | None,
-    collate: Collate,
-    config: SftConfig,
-    run: Runtime,
-    heed: Callable[[], bool],
-) -> float | None:
-    """Mean loss over all targets of held-out data; None if it had to stop in between, or there is none."""
-    if sequences is None:
-        return None
-    shape = BatchShape(
-        config.micro_batch_size * run.world_size, config.micro_batch_size, run.rank, run.world_size
+def measure(course: Course, sequences: Sequences) -> float | None:
+    """Mean loss over all targets of held-out data; None if it had to stop in between."""
+    model, run, size = course.job.model, course.run, course.config.micro_batch_size
+    plan = plan_eval(
+        len(sequences), BatchShape(size * run.world_size, size, run.rank, run.world_size)
     )
     total, num_targets = torch.zeros((), dtype=torch.float64), 0
     model.eval()
     try:
-        for batch in load_batches(sequences, plan_eval(len(sequences), shape), collate):
-            if heed():
+        for batch in load_batches(sequences, plan, course.collate):
+            if course.must_stop():
                 return None
             total += token_loss(model, batch.to(run.device)).double().cpu()
             num_targets += batch.num_targets

@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-WORDS = "amber birch cedar delta ember fjord grove heath inlet jetty knoll ledge".split()
+WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty"]
 
 
 def make_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Any:

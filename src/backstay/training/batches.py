@@ -5,8 +5,8 @@ group but concern the trainer alone; reading ahead moves no position.
 """
 
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -69,11 +69,20 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device."""
-        moved = [
-            tensor.to(device, non_blocking=True)
-            for tensor in (self.ids, self.positions, self.targets, self.kept)
-        ]
-        return MicroBatch(*moved, self.num_targets, self.num_tokens, self.sample_ids)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "MicroBatch":
+        """The same in page-locked memory, for asynchronous copies to a GPU."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            ids=fn(self.ids),
+            positions=fn(self.positions),
+            targets=fn(self.targets),
+            kept=fn(self.kept),
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ def load_batches(
         pin: put them into page-locked memory, for asynchronous copies to a GPU.
     """
     loader: DataLoader[MicroBatch] = DataLoader(
-        sequences,  # type: ignore[arg-type]
+        sequences,
         batch_sampler=plan,  # type: ignore[arg-type]
         collate_fn=collate,
         num_workers=num_workers,
@@ -201,13 +210,7 @@ def load_batches(
         generator=torch.Generator(),
     )
     for batch in loader:
-        yield pinned(batch) if pin else batch
-
-
-def pinned(batch: MicroBatch) -> MicroBatch:
-    """The same in page-locked memory."""
-    tensors = [t.pin_memory() for t in (batch.ids, batch.positions, batch.targets, batch.kept)]
-    return MicroBatch(*tensors, batch.num_targets, batch.num_tokens, batch.sample_ids)
+        yield batch.pinned() if pin else batch
 
 
 def ignore_signals(_: int) -> None:

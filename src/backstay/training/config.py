@@ -40,9 +40,7 @@ class Change:
         return f"{self.key}: {self.before!r} -> {self.now!r}"
 
 
-def load_config(
-    schema: type[C], *, file: Path | None = None, overrides: Sequence[str] = ()
-) -> C:
+def load_config(schema: type[C], *, file: Path | None = None, overrides: Sequence[str] = ()) -> C:
     """A configuration from defaults, then a YAML file, then `dotted.key=value` overrides.
 
     Raises:

@@ -33,7 +33,9 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigError(f"export.every_steps={self.every_steps}: expected null or a number >= 1")
+            raise ConfigError(
+                f"export.every_steps={self.every_steps}: expected null or a number >= 1"
+            )
 
     def options(self) -> ExportOptions:
         """As the exporting functions take them."""
@@ -59,7 +61,13 @@ def export_when_committed(
 
 
 def export_at_end(
-    model: nn.Module, home: Path, step: int, *, companions: Path, config: ExportConfig, ranks: Coordination
+    model: nn.Module,
+    home: Path,
+    step: int,
+    *,
+    companions: Path,
+    config: ExportConfig,
+    ranks: Coordination,
 ) -> Path:
     """Export the live model as `<home>/step-...`, unless that is there, and let `<home>/final` lead to it; on all ranks."""
     path = home / step_dir_name(step)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backstay.errors import ModelError
@@ -28,9 +28,7 @@ def compute_logits(
     model: nn.Module, ids: Tensor, positions: Tensor, *, kept: Tensor | int = 0
 ) -> Tensor:
     """Logits (rows, kept, vocabulary); documents are told apart by positions that begin anew."""
-    output: Any = model(
-        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept
-    )
+    output: Any = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept)
     return output.logits  # type: ignore[no-any-return]
 
 

@@ -53,7 +53,9 @@ class Metrics:
         self._bar: Any = None
         self._sinks: list[Any] = []
         if is_active:
-            self.attempt = 1 + max((line.get("attempt", 0) for line in read_lines(self.path)), default=0)
+            self.attempt = 1 + max(
+                (line.get("attempt", 0) for line in read_lines(self.path)), default=0
+            )
             self._sinks = open_sinks(out, config)
 
     def begin(self, step: int, num_steps: int) -> None:

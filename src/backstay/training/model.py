@@ -96,7 +96,9 @@ def open_model(config: ModelConfig, *, pad_token: str | None = None) -> ModelFil
     home = None if config.path is None else check_directory(Path(config.path))
     tokenizer_home = Path(config.tokenizer) if config.tokenizer else home
     if tokenizer_home is None:
-        raise ConfigError("model.tokenizer: random weights come without one; name a directory that has one")
+        raise ConfigError(
+            "model.tokenizer: random weights come without one; name a directory that has one"
+        )
     files = ModelFiles(
         weights=home,
         config=read_config(home, config.config),
@@ -113,9 +115,13 @@ def check_directory(path: Path) -> Path:
     """See that a model directory has what it needs."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing"
-        raise ModelError(f"{path}: expected a Hugging Face model directory, or a .gguf file; found {found}")
+        raise ModelError(
+            f"{path}: expected a Hugging Face model directory, or a .gguf file; found {found}"
+        )
     if not (path / "config.json").exists():
-        raise ModelError(f"{path}: config.json is missing, so it is no Hugging Face model directory")
+        raise ModelError(
+            f"{path}: config.json is missing, so it is no Hugging Face model directory"
+        )
     return path
 
 
@@ -141,20 +147,26 @@ def read_tokenizer(home: Path, pad_token: str | None) -> Any:
     if not home.is_dir():
         raise ModelError(f"{home}: no such directory; expected one with a tokenizer")
     if not any((home / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise ModelError(f"{home}: tokenizer.json is missing; name another directory as model.tokenizer")
+        raise ModelError(
+            f"{home}: tokenizer.json is missing; name another directory as model.tokenizer"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(home)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"{home}: the tokenizer cannot be loaded: {first_line(error)}") from error
     if not tokenizer.is_fast:
-        raise ModelError(f"{home}: expected a fast tokenizer (tokenizer.json), which can say where each token begins")
+        raise ModelError(
+            f"{home}: expected a fast tokenizer (tokenizer.json), which can say where each token begins"
+        )
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ConfigError(f"data.pad_token: {pad_token!r} is no token of {home}")
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
         eos = tokenizer.eos_token or "<|endoftext|>"
-        raise ModelError(f"{home}: the tokenizer has no pad token; set data.pad_token, for example data.pad_token='{eos}'")
+        raise ModelError(
+            f"{home}: the tokenizer has no pad token; set data.pad_token, for example data.pad_token='{eos}'"
+        )
     return tokenizer
 
 
@@ -185,18 +197,28 @@ def find_weights(home: Path) -> dict[str, Path]:
     index = home / INDEX_NAME
     if index.exists():
         try:
-            files = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+            files = sorted(
+                {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            )
         except (ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"{index}: not an index of safetensors files: {error!r}") from error
     elif (home / WEIGHTS_NAME).exists():
         files = [WEIGHTS_NAME]
     else:
         pickles = sorted(path.name for path in home.glob("*.bin"))
-        found = f"found {', '.join(pickles)}, which only unpickling could read" if pickles else "found none"
-        raise ModelError(f"{home}: expected weights as {WEIGHTS_NAME}, or several files with {INDEX_NAME}; {found}")
+        found = (
+            f"found {', '.join(pickles)}, which only unpickling could read"
+            if pickles
+            else "found none"
+        )
+        raise ModelError(
+            f"{home}: expected weights as {WEIGHTS_NAME}, or several files with {INDEX_NAME}; {found}"
+        )
     missing = [name for name in files if not (home / name).exists()]
     if missing:
-        raise ModelError(f"{home}: incomplete: {INDEX_NAME} names {', '.join(missing)}, which are not there")
+        raise ModelError(
+            f"{home}: incomplete: {INDEX_NAME} names {', '.join(missing)}, which are not there"
+        )
     where = {}
     for name in files:
         with open_safetensors(home / name) as file:
@@ -247,7 +269,7 @@ def load_weights(model: nn.Module, files: ModelFiles, *, seed: int) -> str:
         ModelError: values are missing, or have another shape.
     """
     if files.weights is None:
-        fill(model, Random(files.config, seed), "random weights")
+        fill(model, draw_random(files.config, seed), "random weights")
         return f"random weights, seed {seed}"
     where = find_weights(files.weights)
     wanted = stored_names(model)
@@ -256,7 +278,12 @@ def load_weights(model: nn.Module, files: ModelFiles, *, seed: int) -> str:
         fill(model, Stored(where), str(files.weights))
         surplus = sorted({*where} - {name for names in wanted.values() for name in names})
         if surplus:
-            log.warning("%s: %d tensors are not used: %s", files.weights, len(surplus), ", ".join(surplus[:5]))
+            log.warning(
+                "%s: %d tensors are not used: %s",
+                files.weights,
+                len(surplus),
+                ", ".join(surplus[:5]),
+            )
         return str(files.weights)
     # Names that transformers converts on the way in, or that are really missing.
     fill(model, convert_with_transformers(files.weights), str(files.weights))
@@ -313,7 +340,7 @@ class InMemory:
         return self.tensors[name][slices] if slices else self.tensors[name]
 
 
-def Random(config: Any, seed: int) -> InMemory:  # noqa: N802
+def draw_random(config: Any, seed: int) -> InMemory:
     """The values that transformers draws for an architecture; a whole copy, so for small models."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -325,14 +352,17 @@ def convert_with_transformers(home: Path) -> InMemory:
     """The values as transformers loads them, with its renamings and conversions."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 home, dtype="auto", output_loading_info=True
             )
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise ModelError(f"{home}: transformers cannot load it: {first_line(error)}") from error
+    model, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise ModelError(f"{home}: incomplete: no values for {', '.join(missing[:5])} ({len(missing)} in all)")
+        raise ModelError(
+            f"{home}: incomplete: no values for {', '.join(missing[:5])} ({len(missing)} in all)"
+        )
     return InMemory(model.state_dict())
 
 
@@ -364,7 +394,9 @@ def fill(model: nn.Module, source: Source, origin: str) -> None:
         fill_one(tensor, source, name)
     if problems:
         shown = "\n".join(problems[:20])
-        raise ModelError(f"{origin}: {len(problems)} tensors do not fit the architecture in config.json\n{shown}")
+        raise ModelError(
+            f"{origin}: {len(problems)} tensors do not fit the architecture in config.json\n{shown}"
+        )
 
 
 def fill_one(tensor: Tensor, source: Source, name: str) -> None:
@@ -377,9 +409,7 @@ def fill_one(tensor: Tensor, source: Source, name: str) -> None:
     )
     if 0 in shape:
         return
-    slices = tuple(
-        slice(start, start + size) for start, size in zip(offset, shape, strict=True)
-    )
+    slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     tensor.to_local().copy_(source.read(name, slices))
 
 

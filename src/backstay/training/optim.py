@@ -62,7 +62,9 @@ def rate_at(step: int, num_steps: int, config: OptimizerConfig) -> float:
         return config.lr
     progress = (step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1)
     progress = min(progress, 1.0)
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    shape = (
+        1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    )
     return config.lr * (config.final_ratio + (1 - config.final_ratio) * shape)
 
 

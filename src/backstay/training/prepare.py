@@ -44,7 +44,9 @@ class TokenizedData:
     names: dict[str, str]
 
 
-def prepare_files(config: ModelConfig, pad_token: str | None, out: Path, run: Runtime) -> ModelFiles:
+def prepare_files(
+    config: ModelConfig, pad_token: str | None, out: Path, run: Runtime
+) -> ModelFiles:
     """Open model and tokenizer; a GGUF file is converted once, by rank 0."""
     if config.path is not None and config.path.endswith(".gguf"):
         from backstay.interop.gguf import convert_gguf
@@ -75,7 +77,9 @@ def prepare_data(config: DataConfig, files: ModelFiles, home: Path, run: Runtime
         digest = tokenizer_hash(files.tokenizer)
         made = []
         for path in paths:
-            made.append(make_store(path, home, tokenizer=files.tokenizer, tokenizer_hash=digest, how=how))
+            made.append(
+                make_store(path, home, tokenizer=files.tokenizer, tokenizer_hash=digest, how=how)
+            )
             counts = TokenStore(made[-1]).counts
             log.info("%s: %s", path, counts)
             if not counts.kept:

@@ -141,7 +141,11 @@ def start() -> Runtime:
         stream=sys.stderr,
     )
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if has_gpu
+        else torch.device("cpu")
+    )
     if has_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
@@ -149,7 +153,8 @@ def start() -> Runtime:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timedelta(minutes=30))
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.distributed_c10d.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return Runtime(device, Coordination(timeout_s=SETUP_TIMEOUT_S))
 
 
@@ -191,7 +196,9 @@ def take_directory(out: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK_NAME).open("a+")
     except OSError as error:
-        raise InvalidArgument(f"out={out}: cannot be written: {error.strerror}; choose another directory") from error
+        raise InvalidArgument(
+            f"out={out}: cannot be written: {error.strerror}; choose another directory"
+        ) from error
     deadline = time.monotonic() + wait_s
     is_told = False
     while True:
@@ -203,7 +210,9 @@ def take_directory(out: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
             owner = read_owner(lock)
             if time.monotonic() > deadline:
                 lock.close()
-                raise UsedRoot(f"{out}: another run works there ({owner}); wait for its end, or choose another directory") from None
+                raise UsedRoot(
+                    f"{out}: another run works there ({owner}); wait for its end, or choose another directory"
+                ) from None
             if not is_told:
                 log.warning("%s: waiting for another run to end (%s)", out, owner)
                 is_told = True

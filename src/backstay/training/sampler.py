@@ -130,7 +130,9 @@ class ResumableSampler:
         changed = [name for name in here if name != "position" and state.get(name) != here[name]]
         if changed:
             found = ", ".join(f"{name}: {state.get(name)} -> {here[name]}" for name in changed)
-            raise ConfigChanged(f"the saved data position belongs to another order of samples ({found})")
+            raise ConfigChanged(
+                f"the saved data position belongs to another order of samples ({found})"
+            )
         self.position = int(state["position"])
 
     def _order(self, epoch: int) -> Order:

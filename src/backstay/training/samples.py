@@ -13,7 +13,9 @@ from jinja2 import TemplateError
 
 from backstay.errors import DataError
 
-FORMS = "'messages' (a list of {'role': ..., 'content': ...}), or 'prompt' and 'completion' (two texts)"
+FORMS = (
+    "'messages' (a list of {'role': ..., 'content': ...}), or 'prompt' and 'completion' (two texts)"
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,14 @@ def parse_sample(line: str, place: str) -> Sample:
     if "messages" in row:
         return Sample(place, check_messages(row["messages"], place), True)
     if "prompt" in row or "completion" in row:
-        texts = [check_text(row.get(name), f"{place}, field '{name}'") for name in ("prompt", "completion")]
+        texts = [
+            check_text(row.get(name), f"{place}, field '{name}'")
+            for name in ("prompt", "completion")
+        ]
         roles = ("user", "assistant")
-        pair = tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=True))
+        pair = tuple(
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+        )
         return Sample(place, pair, False)
     raise DataError(f"{place}: expected {FORMS}; found the fields {sorted(row)}")
 
@@ -91,12 +98,16 @@ def check_messages(messages: Any, place: str) -> tuple[Mapping[str, str], ...]:
     for number, message in enumerate(messages):
         here = f"{where}[{number}]"
         if not isinstance(message, dict):
-            raise DataError(f"{here}: expected {{'role': ..., 'content': ...}}, found {describe(message)}")
+            raise DataError(
+                f"{here}: expected {{'role': ..., 'content': ...}}, found {describe(message)}"
+            )
         for name in ("role", "content"):
             check_text(message.get(name), f"{here}.{name}")
     if not any(message["role"] == "assistant" for message in messages):
         roles = [message["role"] for message in messages]
-        raise DataError(f"{where}: no message with role 'assistant', so nothing to learn; found {roles}")
+        raise DataError(
+            f"{where}: no message with role 'assistant', so nothing to learn; found {roles}"
+        )
     return tuple(messages)
 
 

@@ -184,7 +184,9 @@ def check_template(sample: Sample, tokenizer: Any, how: Tokenizing) -> None:
     if tokenizer.chat_template or not (sample.is_chat or how.use_template):
         return
     way_out = (
-        "" if sample.is_chat else ", or set data.use_template=false to join prompt and completion as they are"
+        ""
+        if sample.is_chat
+        else ", or set data.use_template=false to join prompt and completion as they are"
     )
     raise DataError(
         f"{sample.place}: the tokenizer of {tokenizer.name_or_path} has no chat template; "
