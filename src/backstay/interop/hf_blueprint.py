@@ -165,9 +165,10 @@ class Blueprint:
     def _check_loads(self, outputs: Mapping[str, Spec]) -> None:
         """Let the stock loader take names and shapes, without values."""
         tensors = {name: meta_tensor(spec) for name, spec in outputs.items()}
+        cls: Any = type(self.model)
         try:
             with no_progress_bar():
-                _, report = type(self.model).from_pretrained(
+                _, report = cls.from_pretrained(
                     None,
                     config=self.model.config,
                     state_dict=tensors,
@@ -215,8 +216,7 @@ def instantiate(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedM
     # The attention of a GPU may not be installed here, and has no weights.
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
         return cls._from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # type: ignore[no-any-return]
 
 
 def is_same(name: str, other: str | None, aliases: Mapping[str, str]) -> bool:

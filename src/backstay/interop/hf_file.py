@@ -8,7 +8,6 @@ import errno
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -102,8 +101,7 @@ class TensorFiles:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The values of a tensor, in memory that it may share with the tensor."""
     flat = tensor.cpu().contiguous().reshape(-1)
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_at(fd: int, data: memoryview, offset: int, path: Path) -> None:
@@ -142,7 +140,7 @@ def find_problem(path: Path, file: FilePlan) -> str | None:
                     reader.get_slice(name).get_dtype(),
                     tuple(reader.get_slice(name).get_shape()),
                 )
-                for name in reader.keys()
+                for name in list(reader.keys())
             }
             metadata = reader.metadata()
     except SafetensorError as error:

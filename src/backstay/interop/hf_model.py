@@ -167,4 +167,5 @@ def stream(live: LiveTensors, writing: Writing | None, ranks: Coordination) -> N
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
     """The whole tensor; collective for sharded ones."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach()

@@ -1,8 +1,12 @@
 """Whole training programs with their loops in full view: read one, copy it, change it. No torch: the list is for looking, too."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+# What these say while they are imported, about other packages and future versions, no user of a recipe can act on.
+for _name in ("torch.utils._pytree", "torchao"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 CONFIGS = Path(__file__).parent / "configs"
 
 

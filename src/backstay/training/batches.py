@@ -200,8 +200,8 @@ def load_batches(
         pin: put them into page-locked memory, for asynchronous copies to a GPU.
     """
     loader: DataLoader[MicroBatch] = DataLoader(
-        sequences,
-        batch_sampler=plan,  # type: ignore[arg-type]
+        sequences,  # type: ignore[arg-type]
+        batch_sampler=plan,
         collate_fn=collate,
         num_workers=num_workers,
         multiprocessing_context="fork" if num_workers else None,

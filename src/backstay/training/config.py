@@ -166,7 +166,7 @@ def _walk(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
 
 def _keys_in(layer: DictConfig, prefix: str = "") -> Iterator[str]:
     for name in layer:
-        key = f"{prefix}{name}"
+        key = f"{prefix}{name!s}"
         value = layer._get_node(name)
         if isinstance(value, DictConfig) and len(value):
             yield from _keys_in(value, f"{key}.")

@@ -34,7 +34,6 @@ BAD_INPUT = 2
 SETUP_TIMEOUT_S = 1800.0
 LOCK_NAME = ".lock"
 LOCK_WAIT_S = 60.0
-NOISY = ("torch.utils._pytree", "torchao", "torch.distributed.distributed_c10d")
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ def run_recipe(
     Returns:
         The exit status: 0 finished, 2 bad input, 143 stopped by SIGTERM after saving; anything else is raised.
     """
-    quiet()
+    # Else tokenizers warns that loader workers are forked after tokenizing: they do not tokenize.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_launcher()
     try:
@@ -153,17 +153,9 @@ def start() -> Runtime:
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timedelta(minutes=30))
         else:
-            store = dist.distributed_c10d.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return Runtime(device, Coordination(timeout_s=SETUP_TIMEOUT_S))
-
-
-def quiet() -> None:
-    """Silence warnings about other people's packages that no user can act on."""
-    # Says that loader workers may be forked after tokenizing: they do not tokenize.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def be_deterministic() -> None:

@@ -91,7 +91,8 @@ class TokenStore:
 
     def lengths(self) -> list[int]:
         """Number of tokens of each sample."""
-        return np.diff(self._ends, prepend=0).tolist()
+        lengths: list[int] = np.diff(self._ends, prepend=0).tolist()
+        return lengths
 
 
 def hash_file(file: Path) -> str:
