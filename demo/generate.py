@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 MAX_NEW_TOKENS = 48
 
@@ -19,6 +20,7 @@ class Written:
 
 def write_docstring(path: Path, example: Mapping[str, Any]) -> Written:
     """Load the model at `path` and have it answer the example's question, greedily."""
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path)
     inputs = tokenizer.apply_chat_template(

@@ -13,6 +13,7 @@ from backstay.events import read_lines
 
 POLL_S = 0.05
 RUN_LIMIT_S = 600.0
+PATIENCE_S = 13.0
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,19 @@ def run(command: Sequence[str]) -> int:
 
 
 def run_and_kill(command: Sequence[str], out: Path, *, rank: int) -> Kill:
-    """Run a command and send SIGKILL to one rank while a save is being written and training has gone on for a step.
+    """Run a command and send SIGKILL to one rank while a save is being written and training goes on.
 
     Raises:
         RuntimeError: the run came to its end before that.
     """
     process = subprocess.Popen(command)
     deadline = time.monotonic() + RUN_LIMIT_S
+    seen_at: dict[int, float] = {}
     try:
         while process.poll() is None and time.monotonic() < deadline:
             saving = find_save(out)
             trained = last_step(out)
-            if saving is not None and trained > saving:
+            if saving is not None and is_time(trained - saving, seen_at.setdefault(saving, now())):
                 pid = find_rank(process.pid, rank)
                 os.kill(pid, signal.SIGKILL)
                 process.wait(RUN_LIMIT_S)
@@ -59,6 +61,16 @@ def run_and_kill(command: Sequence[str], out: Path, *, rank: int) -> Kill:
             process.terminate()
             process.wait(60)
     raise RuntimeError("the run ended before a save could be interrupted; see its messages above")
+
+
+def is_time(num_steps: int, began: float) -> bool:
+    """Whether to kill: two steps past the one that is being saved, or one where steps are slow."""
+    return num_steps >= 2 or (num_steps == 1 and now() - began > PATIENCE_S)
+
+
+def now() -> float:
+    """A clock."""
+    return time.monotonic()
 
 
 def find_save(out: Path) -> int | None:

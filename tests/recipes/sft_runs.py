@@ -16,7 +16,6 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from backstay import Catalog
-from backstay.errors import RankMissing
 from backstay.events import read_lines
 from backstay.recipes import sft
 from backstay.testing.ranks import run_ranks
@@ -142,12 +141,7 @@ def sft_rank(
         sft.token_loss = partial(stopping, sft.token_loss, stop, iter(range(10**9)))
     if alarm is not None:
         alarm.set(rank, out_of(overrides))
-    try:
-        return run_recipe(sft.SftConfig, sft.train, overrides)
-    except (RuntimeError, RankMissing):
-        if rank in [each.rank for each in (stop, alarm) if each is not None]:
-            raise
-        return 1  # the other rank is gone
+    return run_recipe(sft.SftConfig, sft.train, overrides)
 
 
 def stopping(real: Any, stop: Stop, counter: Iterable[int], *args: Any) -> Any:

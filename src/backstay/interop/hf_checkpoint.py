@@ -25,7 +25,7 @@ from backstay.load.stored import Stored, read_stored
 from backstay.state import MODEL
 
 # How much is read at once, so that small tensors do not cost a call each.
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
 # What may lie beside the model in a stock checkpoint whose names have no prefix.
 NOT_THE_MODEL = ("optimizer.", "optim.", "state.", "param_groups.")
 

@@ -25,6 +25,7 @@ from backstay.interop.hf_writing import absolute
 log = logging.getLogger("backstay")
 # Six hours: at low priority beside a training, and a large model.
 LIMIT_S = 21600.0
+MANY_WAITING = 3
 
 
 class Exporter:
@@ -73,6 +74,11 @@ class Exporter:
             return
         with self._changed:
             self._queue.append(source)
+            if len(self._queue) >= MANY_WAITING:
+                log.warning(
+                    "%d exports wait for the one before, and keep their checkpoints' files on disk: export less often",
+                    len(self._queue),
+                )
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="backstay-export", daemon=True

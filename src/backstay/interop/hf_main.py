@@ -30,6 +30,7 @@ def main(text: str) -> None:
             task["checkpoint"], task["out"], companions=task["companions"], options=options
         )
     except (BackstayError, OSError) as error:
+        forget_noise()
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception:  # the outermost frame: the trainer reports it
@@ -37,6 +38,17 @@ def main(text: str) -> None:
         sys.exit(1)
     finally:
         if os.getppid() != task["trainer_pid"]:
-            shutil.rmtree(task["folder"], ignore_errors=True)
-            lock = Path(task["folder"])
-            lock.with_name(f"{lock.name}.lock").unlink(missing_ok=True)
+            tidy_up(Path(task["folder"]))
+
+
+def forget_noise() -> None:
+    """Drop what libraries said on stderr, a file of ours: an error that names its cause needs none of it."""
+    sys.stderr.flush()
+    os.ftruncate(2, 0)
+    os.lseek(2, 0, os.SEEK_SET)
+
+
+def tidy_up(folder: Path) -> None:
+    """Remove the hidden directory and its lock in place of the trainer."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import xxhash
 
 from backstay.coordination import Coordination
-from backstay.errors import BackstayError, InvalidArgument, UsedRoot
+from backstay.errors import BackstayError, InvalidArgument, RankMissing, UsedRoot
 from backstay.training.config import keys_of, load_config
 from backstay.training.signals import follow_launcher
 
@@ -32,6 +32,8 @@ T = TypeVar("T")
 BAD_INPUT = 2
 # Rank 0 may be tokenizing while the others wait.
 SETUP_TIMEOUT_S = 1800.0
+# gloo has no error class of its own for this.
+LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pipe")
 LOCK_NAME = ".lock"
 LOCK_WAIT_S = 60.0
 
@@ -108,10 +110,23 @@ def run_recipe(
         return train(config, runtime)
     except BadInput as bad:
         return report_bad_input(bad.__cause__ or bad)
+    except (RuntimeError, RankMissing) as error:
+        if not is_about_others(error):
+            raise
+        print(
+            f"error: rank {runtime.rank} ends because another rank is gone: {error}",
+            file=sys.stderr,
+        )
+        return 1
     finally:
         runtime.ranks.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def is_about_others(error: Exception) -> bool:
+    """Whether an error says no more than that another rank has ended: why, that rank or its launcher says."""
+    return isinstance(error, RankMissing) or any(sign in str(error) for sign in LOST_PEER)
 
 
 def parse(schema: type[Any], argv: Sequence[str] | None) -> Any:
