@@ -78,7 +78,7 @@ def test_a_file_that_is_not_what_was_planned_is_found(tmp_path: Path, damage: st
     damaged = {
         "shorter": data[:-1],
         "longer": data + b"\0",
-        "name": data.replace(b"second", b"secund"),
+        "name": data.replace(b"second", b"xxxxxx"),
     }
     if damage == "missing":
         path.unlink()

@@ -62,6 +62,11 @@ class Exporter:
         running = self._running
         return -1 if running is None or running[1] is None else running[1].pid
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all exports that were started have ended."""
+        return self._thread is None
+
     def start(self, checkpoint: str | os.PathLike[str], step: int) -> None:
         """Export a checkpoint that was just committed; returns when its files are linked, within milliseconds, and never raises.
 

@@ -24,6 +24,8 @@ from backstay.state import find_unstorable, is_opaque, local_tensor
 
 # How much may be gathered before all ranks ask each other whether to go on: little, as the others wait while rank 0 writes.
 AGREE_BYTES = 256 << 20
+# Canonical name -> live tensor, whole or this rank's part.
+Tensors = dict[str, Tensor]
 
 
 def export_model(
@@ -53,7 +55,7 @@ def export_model(
         RanksDisagree: the ranks call with different models or paths.
     """
     path = absolute(out)
-    live, error = LiveTensors(), None
+    live, error = {}, None
     try:
         live = collect(model)
     except (
@@ -71,28 +73,15 @@ def export_model(
     return path
 
 
-class LiveTensors(dict[str, Tensor]):
-    """Canonical name -> live tensor, whole or this rank's part."""
-
-    def aliases(self) -> dict[str, str]:
-        """Further name -> first name."""
-        firsts: dict[int, str] = {}
-        return {
-            name: first
-            for name, tensor in self.items()
-            if (first := firsts.setdefault(id(tensor), name)) != name
-        }
-
-
-def collect(model: nn.Module) -> LiveTensors:
-    """The tensors of a model.
+def collect(model: nn.Module) -> Tensors:
+    """The tensors of a model, under all their names.
 
     Raises:
         StateError: some are of a kind that cannot be exported.
     """
     raw = model.state_dict(keep_vars=True)
     names = canonical_names(model, list(raw))
-    live = LiveTensors()
+    live: Tensors = {}
     for name, value in raw.items():
         if not isinstance(value, Tensor):
             raise StateError(
@@ -109,7 +98,17 @@ def collect(model: nn.Module) -> LiveTensors:
     return live
 
 
-def check_agreement(path: Path, live: LiveTensors, ranks: Coordination) -> None:
+def find_aliases(live: Tensors) -> dict[str, str]:
+    """Further name -> first name of tensors that are one."""
+    firsts: dict[int, str] = {}
+    return {
+        name: first
+        for name, tensor in live.items()
+        if (first := firsts.setdefault(id(tensor), name)) != name
+    }
+
+
+def check_agreement(path: Path, live: Tensors, ranks: Coordination) -> None:
     """See that all ranks are about to do the same.
 
     Raises:
@@ -124,7 +123,7 @@ def check_agreement(path: Path, live: LiveTensors, ranks: Coordination) -> None:
 
 
 def begin(
-    path: Path, companions: Path, options: ExportOptions, *, live: LiveTensors, ranks: Coordination
+    path: Path, companions: Path, options: ExportOptions, *, live: Tensors, ranks: Coordination
 ) -> Writing | None:
     """Plan on rank 0."""
     writing, error = None, None
@@ -133,14 +132,14 @@ def begin(
         try:
             check_free(path)
             blueprint = Blueprint(companions)
-            writing = Writing(path, blueprint, options, specs=specs, aliases=live.aliases())
+            writing = Writing(path, blueprint, options, specs=specs, aliases=find_aliases(live))
         except Exception as caught:  # of transformers as well; the others wait
             error = caught
     ranks.raise_together(error)
     return writing
 
 
-def stream(live: LiveTensors, writing: Writing | None, ranks: Coordination) -> None:
+def stream(live: Tensors, writing: Writing | None, ranks: Coordination) -> None:
     """Gather one tensor after the other, and write it on rank 0. A rank that failed goes on gathering until all know of it."""
     sources = ranks.share(writing.sources if writing is not None else [])
     error: Exception | None = None

@@ -36,7 +36,12 @@ from backstay.training.batches import (
     plan_eval,
 )
 from backstay.training.config import MISSING, fixed, to_plain, to_yaml
-from backstay.training.exports import ExportConfig, export_at_end, export_when_committed
+from backstay.training.exports import (
+    ExportConfig,
+    export_at_end,
+    export_when_committed,
+    wait_for_exports,
+)
 from backstay.training.losses import token_loss
 from backstay.training.metrics import Clock, LogConfig, Metrics, memory_gb
 from backstay.training.model import ModelConfig, ModelFiles
@@ -311,6 +316,7 @@ def run_loop(config: SftConfig, run: Runtime, job: Job) -> int:
             f"stopped after step {course.step} of {course.num_steps}; run the same command again to go on"
         )
         return STOPPED
+    wait_for_exports(exporter, run.ranks)
     if config.export.at_end:
         path = export_at_end(
             job.model,
@@ -321,7 +327,6 @@ def run_loop(config: SftConfig, run: Runtime, job: Job) -> int:
             ranks=run.ranks,
         )
         job.metrics.say(f"exported to {path}")
-    run.together(exporter.wait, on_first_only=True)
     return 0
 
 

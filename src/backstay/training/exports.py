@@ -1,6 +1,9 @@
 """Exports of a run: Hugging Face directories below `<out>/export`, at their own cadence while training goes on, and one at the end."""
 
+import logging
 import os
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +11,15 @@ from typing import Literal
 
 from torch import nn
 
-from backstay.attempts import step_dir_name
+from backstay.attempts import parse_step, step_dir_name
 from backstay.coordination import Coordination
-from backstay.errors import ConfigError
+from backstay.errors import ConfigError, ExportFailed
 from backstay.events import SaveEvent
 from backstay.interop.hf import Exporter, ExportOptions, export_model
 
+log = logging.getLogger("backstay")
 FINAL = "final"
+MEETING_S, POLL_S = 20.0, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,8 @@ class ExportConfig:
     every_steps: int | None = None
     # at the end, with a link `final` to it
     at_end: bool = True
+    # of finished exports the newest so many stay; null keeps all
+    keep_last: int | None = None
     # of floating tensors; "same" is that of the trained weights
     dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
     # names of tensors that keep their dtype; may hold *
@@ -36,6 +43,8 @@ class ExportConfig:
             raise ConfigError(
                 f"export.every_steps={self.every_steps}: expected null or a number >= 1"
             )
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ConfigError(f"export.keep_last={self.keep_last}: expected null or a number >= 1")
 
     def options(self) -> ExportOptions:
         """As the exporting functions take them."""
@@ -56,8 +65,29 @@ def export_when_committed(
     def on_event(event: SaveEvent) -> None:
         if event.outcome == "committed" and config.is_due(event.step):
             exporter.start(checkpoints / step_dir_name(event.step), event.step)
+            prune_exports(exporter.out_root, config.keep_last)
 
     return on_event
+
+
+def wait_for_exports(exporter: Exporter, ranks: Coordination) -> None:
+    """Wait, on all ranks, until rank 0's exporter has done everything; they meet in between, so that no time limit of theirs is passed.
+
+    Raises:
+        RankFailed, ExportFailed: some export failed.
+    """
+    while True:
+        patience = time.monotonic() + MEETING_S
+        while ranks.rank == 0 and not exporter.is_idle and time.monotonic() < patience:
+            time.sleep(POLL_S)
+        if ranks.announce(int(exporter.is_idle)):
+            break
+    error = None
+    try:
+        exporter.wait()
+    except ExportFailed as caught:
+        error = caught
+    ranks.raise_together(error)
 
 
 def export_at_end(
@@ -78,10 +108,26 @@ def export_at_end(
     if ranks.rank == 0:
         try:
             point(home / FINAL, path.name)
+            prune_exports(home, config.keep_last)
         except OSError as caught:
             error = caught
     ranks.raise_together(error)
     return path
+
+
+def prune_exports(home: Path, keep_last: int | None) -> None:
+    """Remove all finished exports but the newest few; what is no export of ours stays, and so does what `final` leads to."""
+    if keep_last is None:
+        return
+    final = os.readlink(home / FINAL) if (home / FINAL).is_symlink() else None
+    steps = {path: parse_step(path.name) for path in home.glob("step-*") if path.name != final}
+    ours = sorted(path for path, step in steps.items() if step is not None)
+    num_kept = keep_last - (final is not None)
+    for path in ours[: max(len(ours) - num_kept, 0)]:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.warning("the export %s cannot be removed: %s", path, error)
 
 
 def point(link: Path, target: str) -> None:

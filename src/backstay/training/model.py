@@ -4,6 +4,7 @@ Guarantees: each rank reads only its own part of each tensor; nothing is unpickl
 """
 
 import contextlib
+import copy
 import io
 import json
 import logging
@@ -242,7 +243,9 @@ def build_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(
-                files.config, dtype=dtype, attn_implementation=config.attention
+                copy.deepcopy(files.config),  # it writes dtype and more into what it is given
+                dtype=dtype,
+                attn_implementation=config.attention,
             )
     except (ValueError, ImportError) as error:
         raise ModelError(f"the model cannot be built: {first_line(error)}") from error
