@@ -229,3 +229,15 @@ def test_a_second_signal_while_saving_changes_nothing(
     assert latest is not None
     assert latest.problems("full") == []
     assert latest.step == max(records(out))
+
+
+def test_a_run_from_elsewhere_that_never_saved_starts_there_again(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    """P26, P28: what a killed first save left behind is no checkpoint, and does not hide the one that was named."""
+    assert run_sft(tmp_path / "old", {**values, "max_steps": 2}) == [0]
+    source = tmp_path / "old" / "checkpoints"
+    left_over = tmp_path / "new" / "checkpoints" / "step-00000004.incomplete-0-0001"
+    left_over.mkdir(parents=True)
+    assert run_sft(tmp_path / "new", {**values, "resume": source}) == [0]
+    assert steps_by_attempt(tmp_path / "new") == [[3, 4, 5]]

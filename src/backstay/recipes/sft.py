@@ -200,7 +200,7 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
 
     identity = {**files.identity(), "data": sorted(data.names.values())}
     plain = to_plain(config)
-    earlier = find_earlier(out / "checkpoints", config.resume)
+    earlier = find_earlier(out / "checkpoints", config.resume, run.ranks)
     if earlier is not None:
         changes = check_changes(SftConfig, earlier, plain, identity, allow=config.allow_changes)
         for change in changes:

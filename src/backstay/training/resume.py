@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from backstay.catalog import Catalog
-from backstay.errors import CheckpointNotFound, ConfigChanged, UsedRoot
-from backstay.load.restore import restore
-from backstay.state import TrainState
+from backstay.codec import decode
+from backstay.coordination import Coordination
+from backstay.errors import CheckpointNotFound, ConfigChanged, CorruptCheckpoint, UsedRoot
+from backstay.load.locate import STATE_NAME, Place, locate
+from backstay.load.restore import WAIT_S
+from backstay.load.stored import read_json
 from backstay.training.config import compare
 
 log = logging.getLogger("backstay")
@@ -34,7 +35,7 @@ class Earlier:
     identity: Mapping[str, Any]
 
 
-def find_earlier(checkpoints: Path, resume: str) -> Earlier | None:
+def find_earlier(checkpoints: Path, resume: str, ranks: Coordination) -> Earlier | None:
     """The checkpoint to go on from; called on all ranks. None: start from the base model.
 
     Args:
@@ -45,18 +46,17 @@ def find_earlier(checkpoints: Path, resume: str) -> Earlier | None:
         UsedRoot: "never" in a used directory.
         NoUsableCheckpoint, CheckpointNotFound: there should be one.
     """
-    own = Catalog(checkpoints)
     if resume == NEVER:
-        if own.list() or own.incomplete():
+        if ranks.share(is_used_root(checkpoints)):
             raise UsedRoot(
                 f"{checkpoints} holds checkpoints, and resume=never would not go on from them. Use another out=..., "
                 "move that directory away, or resume=auto"
             )
         return None
-    # A run that was itself resumed from elsewhere goes on from its own checkpoints.
-    if resume == AUTO or own.list():
-        return probe(checkpoints)
-    named = probe(Path(resume))
+    own = probe(checkpoints, ranks)
+    if own is not None or resume == AUTO:
+        return own  # a run that came from elsewhere goes on from its own checkpoints, too
+    named = probe(Path(resume), ranks)
     if named is None:
         raise CheckpointNotFound(
             f"resume={resume}: there is no checkpoint; expected a root of checkpoints, one checkpoint, auto or never"
@@ -64,13 +64,36 @@ def find_earlier(checkpoints: Path, resume: str) -> Earlier | None:
     return named
 
 
-def probe(path: Path) -> Earlier | None:
+def is_used_root(checkpoints: Path) -> bool:
+    """Whether a run has saved there, or begun to."""
+    catalog = Catalog(checkpoints)
+    return any([*catalog.scan(), catalog.incomplete()])
+
+
+def probe(path: Path, ranks: Coordination) -> Earlier | None:
     """Read what a checkpoint says about its run; waits for writers that still work."""
-    state = TrainState(model=nn.Module(), extra={"config": {}, "identity": {}})
-    step = restore(path, state, strict=False, only=("extra",))
-    if step == 0 and not Catalog(path).list() and not (path / ".metadata").exists():
+    place = locate(ranks, path.absolute(), step=None, verify="size", wait_s=WAIT_S)
+    if place is None:
+        log.info("%s holds no checkpoint", path)
         return None
-    return Earlier(path, step, state.extra["config"] or {}, state.extra["identity"] or {})
+    said, error = {}, None
+    try:
+        said = read_extra(place) if place.has_state else {}
+    except CorruptCheckpoint as caught:
+        error = caught
+    ranks.raise_together(error)
+    return Earlier(path, place.step, said.get("config", {}), said.get("identity", {}))
+
+
+def read_extra(place: Place) -> dict[str, Any]:
+    """The plain values in `extra` of a checkpoint.
+
+    Raises:
+        CorruptCheckpoint: its state cannot be read.
+    """
+    parts = read_json(place.path / STATE_NAME).get("parts", {})
+    names = [name for name in ("config", "identity") if f"extra.{name}" in parts]
+    return {name: decode(parts[f"extra.{name}"], {}) for name in names}
 
 
 def check_changes(
