@@ -12,7 +12,7 @@ help:
 	@echo "make test    set up .venv if needed and run all tests"
 	@echo "make check   formatting, lint, types, import directions, spelling"
 	@echo "make demo    fine-tune SmolLM2-135M, kill it in the middle of a save, resume it exactly (about 5 minutes)"
-	@echo "make bench   the four benchmarks (about half an hour, 8 GB of disk)"
+	@echo "make bench   the five benchmarks (about 40 minutes, 8 GB of disk)"
 	@echo "make format  rewrite the files in house style"
 	@echo "make clean   remove .venv and caches"
 
@@ -42,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.load
 	$(BIN)/python -m benchmarks.step_time
 	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.train_speed
 
 format: $(STAMP)
 	$(BIN)/ruff format .
