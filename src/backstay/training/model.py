@@ -257,7 +257,10 @@ def build_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give memory to parameters on the meta device, sharded or not; buffers keep their values. The values are arbitrary."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    num_parameters = len([*model.parameters()])
     model.to_empty(device=device)
+    model.tie_weights()  # type: ignore[operator]  # a tied parameter that is not sharded has become two
+    assert len([*model.parameters()]) == num_parameters, "tied parameters stay tied"
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 

@@ -50,7 +50,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        foreach=True,
+        fused=True,
     )
 
 

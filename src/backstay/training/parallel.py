@@ -1,6 +1,6 @@
 """How a model is spread over ranks: FSDP2 on one mesh, optionally replicated (HSDP), with mixed precision and activation checkpointing.
 
-A single rank is a mesh of one, so that there is one way to train.
+A single rank that computes in float32 has nothing to shard and nothing to cast: its model stays as it is, and no copy is paid for.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ class ParallelConfig:
     replicas: int = 1
     # of forward and backward; gradients are reduced in float32
     precision: Literal["float32", "bfloat16"] = "float32"
+    # free a layer's gathered weights between forward and backward; false is faster and takes more memory
+    reshard_after_forward: bool = True
     # compute each layer's activations again in backward instead of keeping them
     activation_checkpointing: bool = False
     # torch.compile each layer
@@ -75,11 +77,16 @@ def spread(model: nn.Module, config: ParallelConfig, mesh: DeviceMesh) -> None:
     layers = find_layers(model)
     if config.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    is_alone = mesh.size() == 1
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    if is_alone and config.precision == "float32":
+        return
+    is_freed = config.reshard_after_forward and not is_alone
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.precision), reduce_dtype=torch.float32
     )
     for layer in layers:
-        if config.compile:
-            layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=is_freed)
     fully_shard(model, mesh=mesh, mp_policy=policy)
