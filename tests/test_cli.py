@@ -1,0 +1,91 @@
+"""The command line teaches its use, and its exit status says how things went."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backstay.cli import app
+from backstay.recipes import RECIPES
+from backstay.testing.tiny_llm import write_chats, write_tiny_llm
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    return found.exit_code, found.output
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([], ["train", "recipes", "config", "export"]),
+        (["train"], ["backstay train sft", "SIGTERM", "--nproc", "--config"]),
+        (["recipes"], ["List recipes"]),
+        (["config"], ["--save", "backstay config sft"]),
+        (["export"], ["--dtype", "--max-shard-bytes", "backstay export"]),
+    ],
+)
+def test_help_says_what_to_type(command: list[str], expected: list[str]) -> None:
+    status, output = call(*command, "--help")
+    assert status == 0
+    for text in expected:
+        assert text in output
+
+
+def test_recipes_are_listed_with_their_files() -> None:
+    status, output = call("recipes")
+    assert status == 0
+    assert all(name in output for name in RECIPES)
+
+
+def test_a_configuration_is_printed_or_copied_but_nothing_is_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    assert call("config", "sft") == (0, RECIPES["sft"].config.read_text())
+    assert call("config", "sft", "--save", str(file))[0] == 0
+    assert file.read_text() == RECIPES["sft"].config.read_text()
+    status, output = call("config", "sft", "--save", str(file))
+    assert status == 2
+    assert "exists" in output
+
+
+@pytest.mark.parametrize("command", ["train", "config"])
+def test_an_unknown_recipe_is_answered_with_those_that_there_are(command: str) -> None:
+    status, output = call(command, "stf")
+    assert status == 2
+    assert "no recipe 'stf'; known are sft" in output
+
+
+def test_an_export_of_nothing_is_an_error(tmp_path: Path) -> None:
+    status, output = call("export", str(tmp_path / "step-00000001"), str(tmp_path / "out"))
+    assert status == 2
+    assert "error: " in output
+    status, output = call("export", str(tmp_path), str(tmp_path / "out"), "--dtype", "int8")
+    assert status == 2
+    assert "int8" in output
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_training_from_the_command_line(nproc: int, tmp_path: Path) -> None:
+    write_tiny_llm(tmp_path / "model")
+    write_chats(tmp_path / "d.jsonl", 8)
+    command = [sys.executable, "-m", "backstay.cli", "train", "sft", "--nproc", str(nproc)]
+    overrides = ["model.path=model", "data.train=d.jsonl", "data.seq_len=128", "out=out"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *overrides, *more],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    bad = run("batch_size=3", "micro_batch_size=2")
+    assert bad.returncode == 2
+    assert bad.stderr.splitlines()[-1].startswith("error: batch_size=3")
+    good = run("batch_size=2")
+    assert good.returncode == 0, good.stderr
+    assert "exported to" in good.stdout
+    assert (tmp_path / "out" / "export" / "final" / "model.safetensors").exists()

@@ -1,0 +1,30 @@
+"""Best-fit-decreasing: each sample once, no sequence too long, few sequences."""
+
+import random
+import time
+
+from backstay.training.packing import pack
+
+
+def test_every_sample_is_in_one_sequence_that_holds_it() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        capacity = draw.randint(1, 60)
+        lengths = [draw.randint(1, capacity) for _ in range(draw.randint(0, 40))]
+        packs = pack(lengths, capacity)
+        assert sorted(index for each in packs for index in each) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in each) <= capacity for each in packs)
+        assert packs == pack(lengths, capacity)
+
+
+def test_few_sequences_are_used() -> None:
+    draw = random.Random(1)
+    lengths = [draw.randint(20, 700) for _ in range(5000)]
+    assert len(pack(lengths, 1024)) < 1.02 * sum(lengths) / 1024
+
+
+def test_many_samples_take_little_time() -> None:
+    lengths = [1 + index * 7919 % 4096 for index in range(100_000)]
+    began = time.perf_counter()
+    pack(lengths, 4096)
+    assert time.perf_counter() - began < 10
