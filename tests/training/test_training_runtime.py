@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 from contextlib import suppress
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def test_a_terminal_shows_a_bar_and_a_file_gets_plain_lines(tmp_path: Path) -> N
     assert plain.stdout.splitlines()[0] == "step 1: loss 0.5"
     assert plain.stderr == ""
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     subprocess.run([*command, str(tmp_path / "b")], stdout=theirs, stderr=theirs, check=True)
     os.close(theirs)
     shown = b""
