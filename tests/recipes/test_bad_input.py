@@ -67,6 +67,10 @@ CASES: dict[str, tuple[Callable[[Path], Inputs], str]] = {
     ),
     "no chat template": (model(chat_template=None), "has no chat template"),
     "no pad token": (without_pad, "set data.pad_token, for example data.pad_token='<|end|>'"),
+    "tokens that the model does not have": (
+        model(vocab_size=100),
+        "the model has only 100 rows: it does not belong to the tokenizer",
+    ),
     "no model": (values(model__path="nowhere"), "nowhere: expected a Hugging Face model directory"),
     "an incomplete model": (incomplete_model, "expected weights as model.safetensors"),
     "a batch larger than the data": (

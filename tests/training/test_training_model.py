@@ -126,9 +126,6 @@ def damage(name: str, home: Path) -> ModelConfig:
         settings = json.loads((home / "tokenizer_config.json").read_text())
         del settings["pad_token"]
         (home / "tokenizer_config.json").write_text(json.dumps(settings))
-    elif name == "a small vocabulary":
-        settings = json.loads((home / "config.json").read_text()) | {"vocab_size": 100}
-        (home / "config.json").write_text(json.dumps(settings))
     elif name == "not there":
         return ModelConfig(path=str(home / "none"))
     elif name == "an unknown architecture":
@@ -146,7 +143,6 @@ DAMAGES = {
     "another shape": r"model.norm.weight: shape \(5,\), expected \(32,\)",
     "a tensor is missing": "no values for model.norm.weight",
     "no pad token": "set data.pad_token",
-    "a small vocabulary": "259 tokens, but the model only 100 rows",
     "not there": "expected a Hugging Face model directory",
     "an unknown architecture": "transformers cannot use it",
 }

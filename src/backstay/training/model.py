@@ -106,7 +106,6 @@ def open_model(config: ModelConfig, *, pad_token: str | None = None) -> ModelFil
         tokenizer=read_tokenizer(tokenizer_home, pad_token),
         generation_config=read_generation_config(home),
     )
-    check_vocabulary(files)
     if home is not None:
         find_weights(home)
     return files
@@ -180,12 +179,19 @@ def read_generation_config(home: Path | None) -> Any:
     return GenerationConfig.from_pretrained(home)
 
 
-def check_vocabulary(files: ModelFiles) -> None:
-    """See that the model has a row for every token."""
-    rows, tokens = files.config.get_text_config().vocab_size, len(files.tokenizer)
-    if tokens > rows:
+def check_vocabulary(files: ModelFiles, largest_id: int) -> None:
+    """See that the model has a row for every token that occurs; tokenizers may know some that never do.
+
+    Args:
+        largest_id: of the tokens in the data.
+    """
+    rows = files.config.get_text_config().vocab_size
+    largest_id = max(largest_id, files.tokenizer.pad_token_id)
+    if largest_id >= rows:
+        token = files.tokenizer.convert_ids_to_tokens(largest_id)
         raise ModelError(
-            f"the tokenizer ({files.tokenizer.name_or_path}) has {tokens} tokens, but the model only {rows} rows; they do not belong together"
+            f"the data has token {largest_id} ({token!r}), but the model has only {rows} rows: it does not belong to the tokenizer in "
+            f"{files.tokenizer.name_or_path}"
         )
 
 

@@ -17,6 +17,7 @@ from backstay.training.model import (
     ModelConfig,
     ModelFiles,
     build_model,
+    check_vocabulary,
     load_weights,
     materialize,
     open_model,
@@ -82,6 +83,7 @@ def prepare_data(config: DataConfig, files: ModelFiles, home: Path, run: Runtime
             )
             counts = TokenStore(made[-1]).counts
             log.info("%s: %s", path, counts)
+            check_vocabulary(files, counts.largest_id)
             if not counts.kept:
                 raise DataError(
                     f"{path}: nothing to train on: {counts.dropped} samples, none of them with a token to learn within {config.seq_len} tokens"

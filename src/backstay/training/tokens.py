@@ -49,6 +49,7 @@ class Counts:
     dropped: int = 0
     tokens: int = 0
     learnt: int = 0
+    largest_id: int = 0
 
     def __str__(self) -> str:
         text = f"{self.kept} samples, {self.tokens} tokens, loss on {self.learnt}"
@@ -259,5 +260,6 @@ def write_store(path: Path, samples: Iterator[Encoded]) -> None:
         dropped=dropped,
         tokens=total,
         learnt=int(all_learnt.sum()),
+        largest_id=max((int(each.max()) for each in ids), default=0),
     )
     (path / COUNTS_NAME).write_text(json.dumps(asdict(counts)))
