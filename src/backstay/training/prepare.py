@@ -174,5 +174,8 @@ def fill_base(model: nn.Module, files: ModelFiles, *, seed: int, run: Runtime) -
 
 def check_documents(model: nn.Module, packed: Sequence[Sequences | None], run: Runtime) -> None:
     """If any sequence holds several documents, see that the model keeps them apart."""
-    if any(max(map(len, s.members[0])) > 1 for s in packed if s is not None):
+    packs = (
+        pack for each in packed if each is not None for store in each.members for pack in store
+    )
+    if any(len(pack) > 1 for pack in packs):
         check_packing(model, run.device)

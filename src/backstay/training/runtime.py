@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -101,6 +102,8 @@ def run_recipe(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         follow_launcher()
+    # Until the loop listens: a request to save that comes too early, or after the end, must not kill.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         config = parse(schema, argv)
     except BackstayError as error:
