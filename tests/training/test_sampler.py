@@ -86,6 +86,28 @@ def test_a_position_in_another_order_is_refused(other: dict[str, object]) -> Non
         ResumableSampler([21], seed=3).load_state_dict(state)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_restored_run_takes_what_the_first_one_left_on_any_number_of_ranks(world: int) -> None:
+    whole = all_ranks(ResumableSampler([23], seed=5), 4, 1, 2, 69)
+    rest = ResumableSampler([23], seed=5)
+    rest.load_state_dict({**rest.state_dict(), "position": 4 * 7})
+    assert all_ranks(rest, 4, 1, world, 69) == whole[7:]
+
+
+def test_a_batch_reaches_over_the_border_of_an_epoch() -> None:
+    sampler = ResumableSampler([10], seed=1)
+    batches = all_ranks(sampler, 4, 2, 1, 20)
+    assert batches[2] == sorted(sampler.samples(8, 12))
+    assert NO_SAMPLE not in batches[2]
+    counts = Counter(sample for batch in batches for sample in batch)
+    assert set(counts.values()) == {2}
+
+
+def test_without_shuffling_samples_come_as_they_lie_in_the_files() -> None:
+    sampler = ResumableSampler([3, 2], shuffle=False)
+    assert sampler.samples(0, 8) == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
 def test_nothing_to_sample_is_an_error() -> None:
     with pytest.raises(DataError, match="no samples"):
         ResumableSampler([0])
@@ -95,6 +117,8 @@ def test_the_order_never_changes_from_one_version_to_the_next() -> None:
     """A resumed run relies on it; if this fails, positions in existing checkpoints have lost their meaning."""
     assert shuffled(12, 0, 0).tolist() == PINNED_0
     assert shuffled(12, 7, 3).tolist() == PINNED_7
+    mixed = ResumableSampler([5, 4], weights=[1, 0.5], seed=11)
+    assert mixed.samples(0, 21) == PINNED_MIX
 
 
 def test_shuffling_is_fair() -> None:

@@ -25,6 +25,22 @@ BROKEN = {
         json.dumps({"messages": [USER, {"role": "assistant", "content": 5}]}),
         r"\[1\].content: expected a text, found a int \(5\)",
     ),
+    "null": ("null", "expected an object"),
+    "a text for a chat": ('{"messages": "hi"}', r"field 'messages': expected a list of messages"),
+    "no role": ('{"messages": [{"content": "x"}]}', r"\[0\].role: expected a text, found nothing"),
+    "parts for content": (
+        '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+        r"\[0\].content: expected a text, found a list",
+    ),
+    "half a character": (
+        '{"messages": [{"role": "user", "content": "ab\\ud83d"}]}',
+        r"\[0\].content: .* at character 2 is half of a surrogate pair",
+    ),
+    "brackets without end": ("[" * 100_000, "not JSON"),
+    "a number for a prompt": (
+        '{"prompt": 2, "completion": "x"}',
+        r"field 'prompt': expected a text, found a int \(2\)",
+    ),
     "nothing to learn": (json.dumps({"messages": [USER]}), "no message with role 'assistant'"),
     "no completion": ('{"prompt": "x"}', "field 'completion': expected a text, found nothing"),
 }
@@ -48,6 +64,13 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
         list(read_samples(tmp_path / "binary"))
 
 
+def test_a_byte_order_mark_and_odd_line_ends_are_no_part_of_a_sample(tmp_path: Path) -> None:
+    line = json.dumps({"messages": [USER, {**ANSWER, "content": "a\u2028b"}]}, ensure_ascii=False)
+    (tmp_path / "d.jsonl").write_bytes(f"\ufeff{line}\r\n{line}".encode())
+    samples = list(read_samples(tmp_path / "d.jsonl"))
+    assert [sample.messages[1]["content"] for sample in samples] == ["a\u2028b"] * 2
+
+
 def learnt(
     line: dict[str, object], *, use_template: bool = True, template: str | None = None
 ) -> list[str]:
@@ -68,6 +91,16 @@ def test_a_prompt_with_its_completion_is_a_chat_or_plain_text() -> None:
     assert learnt(row, use_template=False) == ["4<|end|>"]
 
 
+def test_two_answers_in_a_row_are_both_learnt_without_what_announces_them() -> None:
+    turns = [USER, ANSWER, {**ANSWER, "content": "b"}]
+    assert learnt({"messages": turns}) == ["a<|end|>\n", "b<|end|>\n"]
+
+
+def test_an_end_that_only_the_last_turn_has_is_learnt_there() -> None:
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %} {% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    assert learnt({"messages": [USER, ANSWER]}, template=template) == ["a\n "]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     rewriting = "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}[{{ m['content'] }}]{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="writes a turn differently once others follow"):
@@ -79,3 +112,6 @@ def test_what_a_template_says_against_a_chat_reaches_the_user() -> None:
     strict = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="here: the chat template refuses it: roles must alternate"):
         learnt({"messages": [USER, ANSWER]}, template=strict)
+    broken = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(DataError, match="here: the chat template refuses it: can only concatenate"):
+        learnt({"messages": [USER, ANSWER]}, template=broken)

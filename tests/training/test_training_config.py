@@ -77,7 +77,12 @@ def test_a_configuration_survives_being_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_recipes_file_names_every_key_with_its_default(recipe: Any) -> None:
+def test_a_recipes_file_is_a_configuration_of_its_program(recipe: Any) -> None:
+    assert load(file=recipe.config).out == "o"
+
+
+def test_the_file_of_sft_names_every_key_with_its_default() -> None:
+    recipe = RECIPES["sft"]
     loaded = load_config(SftConfig, file=recipe.config, overrides=["out=o"])
     assert loaded == load()
     written = OmegaConf.to_container(OmegaConf.load(recipe.config))

@@ -31,4 +31,9 @@ RECIPES = {
         CONFIGS / "sft.yaml",
         "supervised fine-tuning of a causal LM on chats, or on prompts with completions",
     ),
+    "lora_sft": Recipe(
+        "backstay.recipes.sft",
+        CONFIGS / "lora_sft.yaml",
+        "the same, training small adapters beside the frozen model",
+    ),
 }

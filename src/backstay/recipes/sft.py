@@ -109,8 +109,8 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
             log.info("changed since the checkpoint: %s", change)
 
     reseed(config.seed)
-    model = prepare_model(files, config.model, config.parallel, run)
-    if earlier is None:
+    model = prepare_model(files, config.model, lora=config.lora, parallel=config.parallel, run=run)
+    if earlier is None or config.lora.is_on:  # checkpoints of adapters go with their base
         fill_base(model, files, seed=config.seed, run=run)
     optimizer = make_optimizer(model, config.optimizer)
     # "evaluated" is the last step whose evaluation came to its end.

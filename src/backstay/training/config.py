@@ -16,7 +16,17 @@ from yaml import YAMLError
 
 from backstay.errors import ConfigError, InvalidArgument
 
-__all__ = ["MISSING", "Change", "compare", "fixed", "keys_of", "load_config", "to_plain", "to_yaml"]
+__all__ = [
+    "MISSING",
+    "Change",
+    "check_counts",
+    "compare",
+    "fixed",
+    "keys_of",
+    "load_config",
+    "to_plain",
+    "to_yaml",
+]
 
 C = TypeVar("C")
 FIXED = "fixed"
@@ -25,6 +35,18 @@ FIXED = "fixed"
 def fixed(default: Any) -> Any:
     """A field that a resumed run must not change: the result would be neither of the two runs."""
     return dataclasses.field(default=default, metadata={FIXED: True})
+
+
+def check_counts(section: str, config: object, *names: str) -> None:
+    """See that some fields of a section are null or at least 1.
+
+    Raises:
+        ConfigError: one of them is not.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{section}.{name}={value}: expected a number >= 1")
 
 
 @dataclass(frozen=True)

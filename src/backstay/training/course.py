@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from backstay.attempts import step_dir_name
 from backstay.checkpointer import Checkpointer
 from backstay.errors import BackstayError, Diverged, RankMissing
 from backstay.interop.hf import Exporter, save_companions
@@ -21,6 +22,7 @@ from backstay.state import TrainState
 from backstay.training.batches import Collate, Sequences
 from backstay.training.config import to_yaml
 from backstay.training.exports import export_at_end, export_when_committed, wait_for_exports
+from backstay.training.lora import collect_adapter, write_adapter
 from backstay.training.metrics import Metrics
 from backstay.training.model import ModelFiles
 from backstay.training.prepare import TokenizedData, check_documents
@@ -136,16 +138,30 @@ def run_course(
         return STOPPED
     wait_for_exports(exporter, run.ranks)
     if config.export.at_end:
-        path = export_at_end(
+        job.metrics.say(f"exported to {export(course)}")
+    return 0
+
+
+def export(course: Course) -> Path:
+    """Write what was trained for others: the whole model, or its adapters."""
+    config, job, ranks = course.config, course.job, course.run.ranks
+    if not config.lora.is_on:
+        return export_at_end(
             job.model,
             job.exports,
             course.step,
             companions=job.companions,
             config=config.export,
-            ranks=run.ranks,
+            ranks=ranks,
         )
-        job.metrics.say(f"exported to {path}")
-    return 0
+    path = job.exports / step_dir_name(course.step) / "adapter"
+    if not ranks.announce(int(path.exists())):
+        values = collect_adapter(job.model)
+        base = str(job.files.weights or "")
+        course.run.together(
+            lambda: write_adapter(path, values, config.lora, base), on_first_only=True
+        )
+    return path
 
 
 def open_checkpointer(
@@ -163,6 +179,7 @@ def open_checkpointer(
             metric="eval_loss" if ours.keep_best else None,
         ),
         staging=ours.staging,
+        trainable_only=config.lora.is_on,
         bandwidth_bytes_per_s=ours.bandwidth_bytes_per_s,
         on_event=export_when_committed(exporter, config.export, job.checkpoints)
         if run.is_first

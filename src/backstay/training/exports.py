@@ -13,9 +13,10 @@ from torch import nn
 
 from backstay.attempts import parse_step, step_dir_name
 from backstay.coordination import Coordination
-from backstay.errors import ConfigError, ExportFailed
+from backstay.errors import ExportFailed
 from backstay.events import SaveEvent
 from backstay.interop.hf import Exporter, ExportOptions, export_model
+from backstay.training.config import check_counts
 
 log = logging.getLogger("backstay")
 FINAL = "final"
@@ -39,12 +40,7 @@ class ExportConfig:
     max_shard_bytes: int = 5_000_000_000
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigError(
-                f"export.every_steps={self.every_steps}: expected null or a number >= 1"
-            )
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ConfigError(f"export.keep_last={self.keep_last}: expected null or a number >= 1")
+        check_counts("export", self, "every_steps", "keep_last", "max_shard_bytes")
 
     def options(self) -> ExportOptions:
         """As the exporting functions take them."""

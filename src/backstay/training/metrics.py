@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from backstay.errors import ConfigError
 from backstay.events import append_line, read_lines
+from backstay.training.config import check_counts
 
 log = logging.getLogger("backstay")
 METRICS_NAME = "metrics.jsonl"
@@ -32,6 +33,9 @@ class LogConfig:
     tensorboard: bool = False
     # name of a Weights & Biases project
     wandb_project: str | None = None
+
+    def __post_init__(self) -> None:
+        check_counts("log", self, "every_steps")
 
 
 class Metrics:

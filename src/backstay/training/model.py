@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import xxhash
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from backstay.errors import ConfigError, ModelError
 from backstay.naming import canonical_names
+from backstay.training.lora import base_name, is_adapter
 
 log = logging.getLogger("backstay")
 WEIGHTS_NAME = "model.safetensors"
@@ -135,7 +137,7 @@ def read_config(home: Path | None, given: Mapping[str, Any]) -> Any:
         if model_type is None:
             raise ConfigError("model.config.model_type is missing, for example llama")
         return AutoConfig.for_model(model_type, **rest)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
         where = "model.config" if home is None else str(home / "config.json")
@@ -176,7 +178,12 @@ def read_generation_config(home: Path | None) -> Any:
 
     if home is None or not (home / "generation_config.json").exists():
         return None
-    return GenerationConfig.from_pretrained(home)
+    try:
+        return GenerationConfig.from_pretrained(home)
+    except (ValueError, OSError, TypeError) as error:
+        raise ModelError(
+            f"{home / 'generation_config.json'}: transformers cannot use it: {first_line(error)}"
+        ) from error
 
 
 def check_vocabulary(files: ModelFiles, largest_id: int) -> None:
@@ -253,7 +260,7 @@ def build_model(files: ModelFiles, config: ModelConfig) -> nn.Module:
                 dtype=dtype,
                 attn_implementation=config.attention,
             )
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"the model cannot be built: {first_line(error)}") from error
     model.tie_weights()
     model.config.use_cache = False
@@ -379,12 +386,13 @@ def convert_with_transformers(home: Path) -> InMemory:
 
 
 def stored_names(model: nn.Module) -> dict[int, list[str]]:
-    """Id of each tensor of the state dict -> its names: several, if it is tied."""
+    """Id of each tensor of the base model's state dict -> its names: several, if it is tied. Adapters are left out."""
     raw = model.state_dict(keep_vars=True)
     names = canonical_names(model, list(raw))
     found: dict[int, list[str]] = {}
     for name, tensor in raw.items():
-        found.setdefault(id(tensor), []).append(names[name])
+        if not is_adapter(names[name]):
+            found.setdefault(id(tensor), []).append(base_name(names[name]))
     return found
 
 
@@ -427,4 +435,6 @@ def fill_one(tensor: Tensor, source: Source, name: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """The gist of a library's error."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    lines = str(error).strip().splitlines() or [""]
+    gist = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {gist}"

@@ -29,12 +29,18 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
+        if not 0 < self.lr < math.inf:
             raise ConfigError(f"optimizer.lr={self.lr}: expected a number > 0")
-        if self.warmup_steps < 0 or self.clip_norm < 0 or not 0 <= self.final_ratio <= 1:
+        if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                "optimizer: expected warmup_steps >= 0, clip_norm >= 0 and final_ratio from 0 to 1; "
-                f"found {self.warmup_steps}, {self.clip_norm} and {self.final_ratio}"
+                f"optimizer.betas={list(self.betas)}: expected two numbers >= 0 and < 1"
+            )
+        for name in ("eps", "weight_decay", "warmup_steps", "clip_norm"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"optimizer.{name}={getattr(self, name)}: expected a number >= 0")
+        if not 0 <= self.final_ratio <= 1:
+            raise ConfigError(
+                f"optimizer.final_ratio={self.final_ratio}: expected a number from 0 to 1"
             )
 
 

@@ -4,6 +4,7 @@ Runs in: all ranks together; what touches the output directory is done by rank 0
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from backstay.errors import ConfigError, DataError
 from backstay.training.batches import DataConfig, Sequences
+from backstay.training.lora import LoraConfig, add_adapters, init_adapters
 from backstay.training.losses import check_packing
 from backstay.training.model import (
     ModelConfig,
@@ -112,7 +114,7 @@ def check_data_config(config: DataConfig) -> None:
         raise ConfigError(
             f"data.weights: expected one per file of data.train ({len(config.train)}), found {len(config.weights)}"
         )
-    if any(weight <= 0 for weight in config.weights):
+    if not all(0 < weight < math.inf for weight in config.weights):
         raise ConfigError(f"data.weights={list(config.weights)}: expected numbers > 0")
     if config.seq_len < 2:
         raise ConfigError(f"data.seq_len={config.seq_len}: expected a number >= 2")
@@ -155,12 +157,19 @@ def check_context(files: ModelFiles, seq_len: int) -> None:
 
 
 def prepare_model(
-    files: ModelFiles, config: ModelConfig, parallel: ParallelConfig, run: Runtime
+    files: ModelFiles,
+    config: ModelConfig,
+    *,
+    lora: LoraConfig,
+    parallel: ParallelConfig,
+    run: Runtime,
 ) -> nn.Module:
-    """Build and shard a model, its values still arbitrary."""
+    """Build and shard a model, with adapters if wanted, its values still arbitrary."""
     run.together(lambda: check_world(parallel, run.world_size))
     model = run.together(lambda: build_model(files, config))
     assert model is not None, "a rank without it has raised"
+    if lora.is_on:
+        run.together(lambda: add_adapters(model, lora))
     spread(model, parallel, make_mesh(parallel, run.device, run.world_size))
     materialize(model, run.device)
     return model
@@ -169,6 +178,7 @@ def prepare_model(
 def fill_base(model: nn.Module, files: ModelFiles, *, seed: int, run: Runtime) -> None:
     """Give the model the values it starts from."""
     origin = run.together(lambda: load_weights(model, files, seed=seed))
+    init_adapters(model, seed)
     log.info("model: %s", origin)
 
 

@@ -5,8 +5,9 @@ from typing import Literal
 
 from backstay.errors import ConfigError
 from backstay.training.batches import DataConfig
-from backstay.training.config import MISSING, fixed
+from backstay.training.config import MISSING, check_counts, fixed
 from backstay.training.exports import ExportConfig
+from backstay.training.lora import LoraConfig
 from backstay.training.metrics import LogConfig
 from backstay.training.model import ModelConfig
 from backstay.training.optim import OptimizerConfig
@@ -29,6 +30,15 @@ class CheckpointConfig:
     # limit for each rank's writer; 0 is none
     bandwidth_bytes_per_s: int = 0
 
+    def __post_init__(self) -> None:
+        check_counts("checkpoint", self, "every_steps", "keep_last", "keep_best")
+        if self.every_s is not None and not self.every_s > 0:
+            raise ConfigError(f"checkpoint.every_s={self.every_s}: expected null or seconds > 0")
+        if self.bandwidth_bytes_per_s < 0:
+            raise ConfigError(
+                f"checkpoint.bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}: expected a number >= 0"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -36,6 +46,9 @@ class EvalConfig:
 
     every_steps: int | None = None
     at_start: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts("eval", self, "every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,7 @@ class RecipeConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(train=()))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -71,4 +85,16 @@ class RecipeConfig:
         if self.epochs < 1 or (self.max_steps is not None and self.max_steps < 1):
             raise ConfigError(
                 f"expected epochs >= 1 and max_steps >= 1 or null; found {self.epochs} and {self.max_steps}"
+            )
+        if not self.out:
+            raise ConfigError("out: expected a directory, found an empty text")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}: expected a number from 0 to 2**63 - 1")
+        if self.checkpoint.keep_best is not None and not self.data.eval:
+            raise ConfigError(
+                "checkpoint.keep_best goes by the loss on held-out data: set data.eval, too"
+            )
+        if self.lora.is_on and self.export.every_steps is not None:
+            raise ConfigError(
+                "export.every_steps: checkpoints of adapters hold no whole model to export; leave it out, or train without lora.rank"
             )

@@ -56,7 +56,8 @@ def find_earlier(checkpoints: Path, resume: str, ranks: Coordination) -> Earlier
     own = probe(checkpoints, ranks)
     if own is not None or resume == AUTO:
         return own  # a run that came from elsewhere goes on from its own checkpoints, too
-    named = probe(Path(resume), ranks)
+    # Of a file, not even a list of its checkpoints could be made.
+    named = probe(Path(resume), ranks) if ranks.share(Path(resume).is_dir()) else None
     if named is None:
         raise CheckpointNotFound(
             f"resume={resume}: there is no checkpoint; expected a root of checkpoints, one checkpoint, auto or never"

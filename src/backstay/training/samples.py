@@ -53,7 +53,8 @@ def read_samples(file: Path) -> Iterator[Sample]:
         DataError: file, line and field of what is wrong.
     """
     try:
-        with file.open(encoding="utf-8") as lines:
+        # Some editors put a byte order mark in front.
+        with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield parse_sample(line, f"{file}, line {number}")
@@ -71,7 +72,7 @@ def parse_sample(line: str, place: str) -> Sample:
     """
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON ({error}); expected an object with {FORMS}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place}: expected an object with {FORMS}, found a {type(row).__name__}")
@@ -112,9 +113,15 @@ def check_messages(messages: Any, place: str) -> tuple[Mapping[str, str], ...]:
 
 
 def check_text(value: Any, where: str) -> str:
-    """A text."""
+    """A text that can be tokenized."""
     if not isinstance(value, str):
         raise DataError(f"{where}: expected a text, found {describe(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {value[error.start : error.end]!r} at character {error.start} is half of a surrogate pair, not a character"
+        ) from error
     return value
 
 
@@ -141,7 +148,7 @@ def render(sample: Sample, tokenizer: Any, *, use_template: bool) -> Text:
         return Text(text, ((len(prompt), len(text)),))
     try:
         return render_chat(sample, tokenizer)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # an operator in it met a value that is not there
         raise DataError(f"{sample.place}: the chat template refuses it: {error}") from error
 
 
