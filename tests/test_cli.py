@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from backstay.cli import app
 from backstay.recipes import RECIPES
+from backstay.recipes.sft import SftConfig
 from backstay.testing.tiny_llm import write_chats, write_tiny_llm
+from backstay.training.config import load_config
 
 
 def call(*arguments: str) -> tuple[int, str]:
@@ -64,6 +66,40 @@ def test_an_export_of_nothing_is_an_error(tmp_path: Path) -> None:
     status, output = call("export", str(tmp_path), str(tmp_path / "out"), "--dtype", "int8")
     assert status == 2
     assert "int8" in output
+
+
+def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
+    _, output = call("config", "sft")
+    (tmp_path / "my.yaml").write_text(output)
+    config = load_config(SftConfig, file=tmp_path / "my.yaml", overrides=["out=o"])
+    assert config == SftConfig(out="o")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["optimizr.lr=1"], "did you mean optimizer.lr?"),
+        (["epochs=2"], "out: no value given"),
+        (["--config", "none.yaml"], "none.yaml: cannot be read as a YAML file"),
+        (["--nproc", "0"], "--nproc"),
+        (["--nprocs", "2"], "No such option"),
+    ],
+)
+def test_a_wrong_argument_ends_with_status_2_before_anything_starts(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)  # the recipe's own program is called with others
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    status, output = call("train", "sft", *arguments)
+    assert status == 2
+    assert expected in output
+
+
+def test_without_arguments_there_is_help_and_an_unknown_command_is_named() -> None:
+    assert "recipes" in call()[1]
+    status, output = call("nonsense")
+    assert status == 2
+    assert "No such command 'nonsense'" in output
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_runs import BASE, make_inputs, run_sft
+from sft_runs import BASE, make_inputs, records, run_sft
 
 from backstay import Catalog
 from backstay.testing.tiny_llm import write_chats, write_tiny_llm
@@ -122,8 +122,10 @@ def finished(good: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(out: Path) -> dict[str, bytes]:
-    files = (path for path in (out / "checkpoints").rglob("*") if path.is_file())
-    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+    """All files of a run, but for those that only serve its next start."""
+    found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+    passing = ("tokens/", ".lock")
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(passing)}
 
 
 @pytest.mark.parametrize(
@@ -133,8 +135,15 @@ def content(out: Path) -> dict[str, bytes]:
         (values(seed=7), "seed: 0 -> 7"),
         (lambda home: {"data.train": write_chats(home / "d.jsonl", 21)}, "content of data"),
         (model(hidden_size=48), "content of model"),
+        pytest.param(
+            lambda home: {**model(hidden_size=48)(home), "allow_changes": "true"},
+            "model.norm.weight",
+            marks=pytest.mark.xfail(
+                strict=True, reason="companions are written before the restore"
+            ),
+        ),
     ],
-    ids=["never", "seed", "data", "model"],
+    ids=["never", "seed", "data", "model", "a model that does not fit"],
 )
 def test_what_would_mix_two_runs_is_refused_and_nothing_is_touched(
     change: Callable[[Path], Inputs],
@@ -145,9 +154,60 @@ def test_what_would_mix_two_runs_is_refused_and_nothing_is_touched(
     capfd: Any,
 ) -> None:
     before = content(finished)
-    assert run_sft(finished, {**good, **change(tmp_path)}) == [BAD_INPUT]
+    assert run_sft(finished, {**good, **change(tmp_path)}, ranks=2) == [BAD_INPUT, BAD_INPUT]
     assert expected in capfd.readouterr().out
     assert content(finished) == before
+
+
+def test_a_root_whose_checkpoints_are_all_damaged_is_no_fresh_start(
+    good: Inputs, finished: Path, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    for file in (out / "checkpoints").glob("step-*/weights/*.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+    before = content(out)
+    assert run_sft(out, good, ranks=2) == [BAD_INPUT, BAD_INPUT]
+    assert "none that is whole" in capfd.readouterr().out
+    assert content(out) == before
+
+
+def test_another_seed_goes_through_where_that_is_asked_for(
+    good: Inputs, finished: Path, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    again = {**good, "seed": 7, "epochs": 2, "allow_changes": "true"}
+    assert run_sft(out, again) == [0]
+    assert "changed since the checkpoint: seed: 0 -> 7" in capfd.readouterr().out
+    assert max(records(out)) == 2 * max(records(finished))
+    assert run_sft(out, {**again, "allow_changes": "false"}) == [0]
+
+
+def test_fewer_epochs_than_were_trained_leave_nothing_to_train(
+    good: Inputs, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "out"
+    assert run_sft(out, {**good, "epochs": 2}) == [0]
+    capfd.readouterr()
+    assert run_sft(out, good) == [0]
+    assert "nothing left to train" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("rule", ["truncate", "drop"])
+def test_what_becomes_of_long_samples_is_said(
+    rule: str, good: Inputs, tmp_path: Path, capfd: Any
+) -> None:
+    long = json.dumps(
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 99}]}
+    )
+    given = {**good, **data(CHAT * 4 + f"{long}\n" * 2)(tmp_path), "data.packing": "false"}
+    given |= {"data.seq_len": 60, "data.too_long": rule, "max_steps": 1}
+    assert run_sft(tmp_path / "out", given) == [0]
+    kept = 6 if rule == "truncate" else 4
+    said = capfd.readouterr().out
+    assert f"data.jsonl: {kept} samples, " in said
+    assert f"(2 {'truncated' if rule == 'truncate' else 'dropped'})" in said
 
 
 def test_other_data_goes_through_where_that_is_asked_for(
@@ -155,7 +215,7 @@ def test_other_data_goes_through_where_that_is_asked_for(
 ) -> None:
     out = tmp_path / "out"
     shutil.copytree(finished, out)
-    more = {**good, "data.train": write_chats(tmp_path / "d.jsonl", 20, seed=3), "epochs": 2}
+    more = {**good, "data.train": write_chats(tmp_path / "d.jsonl", 40, seed=3), "epochs": 2}
     assert run_sft(out, {**more, "allow_changes": "true"}) == [0]
     assert "changed since the checkpoint: content of data" in capfd.readouterr().out
     latest = Catalog(out / "checkpoints").latest()

@@ -116,8 +116,8 @@ def test_p71_whoever_gets_the_signal_all_end_and_the_next_start_goes_on(
     victim = launcher.pid if target == "launcher" else pids[int(target[-1])]
     for number in numbers:
         os.kill(victim, number)
-    assert launcher.wait(15) == expected
-    wait_for(lambda: not rank_pids(out), 15)
+    assert launcher.wait(30) == expected
+    wait_for(lambda: not rank_pids(out), 30)
     if signal.SIGKILL not in numbers or target == "launcher":
         # They were asked, so they saved: nothing that was logged is lost.
         latest = Catalog(out / "checkpoints").latest()

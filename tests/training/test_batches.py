@@ -1,10 +1,13 @@
 """Micro-batches: who is predicted from whom, what is padding, and that workers change nothing."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from backstay.testing.ranks import run_ranks
 from backstay.testing.tiny_llm import make_tokenizer, write_chats
 from backstay.training.batches import IGNORED, Collate, MicroBatch, Sequences, load_batches
 from backstay.training.sampler import NO_SAMPLE
@@ -37,6 +40,18 @@ def test_each_learnt_token_is_predicted_once_from_its_own_document(
         for place, target in zip(batch.kept.tolist(), batch.targets[0].tolist(), strict=True):
             assert target == batch.ids[0, place + 1]
             assert batch.positions[0, place + 1] == batch.positions[0, place] + 1
+
+
+def test_the_first_token_of_a_document_is_predicted_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "", "completion": "abc"}\n' * 2)
+    how = Tokenizing(seq_len=9, too_long="error", use_template=False)
+    made = make_store(
+        tmp_path / "d.jsonl", tmp_path, tokenizer=TOKENIZER, tokenizer_hash="", how=how
+    )
+    batch = batch_of(Sequences([TokenStore(made)], capacity=9), 0)
+    assert batch.positions.tolist() == [[0, 1, 2, 3] * 2]
+    assert batch.kept.tolist() == [0, 1, 2, 4, 5, 6]
+    assert TOKENIZER.decode(batch.targets[0]) == "bc<|end|>" * 2
 
 
 def test_a_pack_holds_whole_samples_one_after_the_other(token_store: TokenStore) -> None:
@@ -87,6 +102,25 @@ def test_workers_give_the_same_batches_in_the_same_order(token_store: TokenStore
         assert one.sample_ids == other.sample_ids
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.targets, other.targets)
+
+
+def load_under_signals(_: int, __: int, path: Path) -> tuple[list[int], int]:
+    os.setpgid(0, 0)
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    sequences = Sequences([TokenStore(path)], capacity=None)
+    plan = iter([[number] for number in range(12)])
+    batches = load_batches(sequences, plan, Collate(0), num_workers=2)
+    taken = [next(batches), next(batches)]  # now both workers are at work
+    os.killpg(0, signal.SIGTERM)
+    taken += batches
+    return [batch.sample_ids[0] for batch in taken], len(received)
+
+
+def test_workers_outlive_a_signal_to_the_whole_process_group(token_store: TokenStore) -> None:
+    """P72: SIGTERM kills the data workers first."""
+    found = run_ranks(1, load_under_signals, token_store.path, distributed=False)
+    assert found == [([*range(12)], 1)]
 
 
 def test_a_loader_draws_nothing_from_the_generator_that_dropout_uses(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from backstay.errors import ModelError
 from backstay.testing.tiny_llm import make_tokenizer, write_chats, write_tiny_llm
 from backstay.training.batches import IGNORED, Collate, Sequences
-from backstay.training.losses import check_packing, token_loss
+from backstay.training.losses import check_packing, compute_logits, token_loss
 from backstay.training.tokens import Tokenizing, TokenStore, make_store
 
 
@@ -55,6 +55,32 @@ def test_the_loss_is_that_of_each_sample_alone(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
+def test_logits_at_the_kept_places_are_those_of_the_whole(parts: tuple[Any, TokenStore]) -> None:
+    model, store = parts
+    sequences = Sequences([store], capacity=200)
+    batch = Collate(0)([sequences[0], sequences[1]])
+    assert len(batch.kept) < batch.ids.shape[1]
+    with torch.no_grad():
+        whole = compute_logits(model, batch.ids, batch.positions)
+        kept = compute_logits(model, batch.ids, batch.positions, kept=batch.kept)
+    torch.testing.assert_close(kept, whole[:, batch.kept], rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradients_of_a_pack_are_the_sum_of_those_of_its_samples(
+    parts: tuple[Any, TokenStore],
+) -> None:
+    model, store = parts
+    found = []
+    for capacity in (None, 200):
+        sequences = Sequences([store], capacity=capacity)
+        for index in range(len(sequences)):
+            token_loss(model, Collate(0)([sequences[index]])).backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    for alone, packed in zip(*found, strict=True):
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_a_row_without_targets_gives_zero_gradients(parts: tuple[Any, TokenStore]) -> None:
     model, store = parts
     batch = Collate(0)([Sequences([store], capacity=None)[-1]])
@@ -79,6 +105,9 @@ class Leaking(nn.Module):
 def test_a_model_that_lets_documents_see_each_other_is_refused(
     parts: tuple[Any, TokenStore], tmp_path: Path
 ) -> None:
+    parts[0].train()
     check_packing(parts[0], torch.device("cpu"))
+    assert parts[0].training
+    parts[0].eval()
     with pytest.raises(ModelError, match="lets packed documents see each other"):
         check_packing(Leaking(), torch.device("cpu"))

@@ -1,11 +1,19 @@
 """The learning rate as a function of the step, and which parameters decay."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from backstay.errors import ConfigError
-from backstay.training.optim import OptimizerConfig, clip_gradients, make_optimizer, rate_at
+from backstay.training.optim import (
+    OptimizerConfig,
+    clip_gradients,
+    make_optimizer,
+    rate_at,
+    set_rate,
+)
 
 
 def rates(num_steps: int, **changes: object) -> list[float]:
@@ -19,6 +27,17 @@ def test_the_rate_warms_up_and_falls_to_its_end() -> None:
     assert found[6] == pytest.approx(0.55)
     assert found[-1] == pytest.approx(0.1)
     assert found[3:] == sorted(found[3:], reverse=True)
+
+
+def test_a_step_beyond_the_end_keeps_the_rate_of_the_end() -> None:
+    config = OptimizerConfig(lr=1.0, final_ratio=0.1)
+    assert rate_at(15, 10, config) == rate_at(10, 10, config) == pytest.approx(0.1)
+
+
+def test_setting_a_rate_reaches_all_parameters() -> None:
+    optimizer = make_optimizer(nn.Linear(2, 2), OptimizerConfig(weight_decay=0.1))
+    set_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_other_shapes() -> None:
@@ -46,7 +65,19 @@ def test_gradients_are_clipped_and_measured(limit: float, left: float) -> None:
     assert model.weight.grad.norm().item() == pytest.approx(left, rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"lr": 0}, {"warmup_steps": -1}, {"final_ratio": 2}])
-def test_impossible_values_are_refused(changes: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="optimizer"):
-        OptimizerConfig(**changes)  # type: ignore[arg-type]
+IMPOSSIBLE: list[tuple[str, object]] = [
+    ("lr", 0),
+    ("lr", math.inf),
+    ("betas", (0.9, 1.0)),
+    ("eps", -1),
+    ("weight_decay", -0.1),
+    ("warmup_steps", -1),
+    ("clip_norm", math.nan),
+    ("final_ratio", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_impossible_values_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"optimizer.{name}="):
+        OptimizerConfig(**{name: value})  # type: ignore[arg-type]

@@ -36,8 +36,11 @@ def test_as_many_sequences_as_the_textbook_needs() -> None:
         assert len(pack(lengths, capacity)) == pack_slowly(lengths, capacity)
 
 
-def test_sequences_follow_the_order_of_the_data() -> None:
-    assert pack([3, 4, 1, 4, 2], 5) == [[0, 4], [1, 2], [3]]
+def test_the_sequences_never_change_from_one_version_to_the_next() -> None:
+    """Data positions in checkpoints count sequences, so they must hold the same samples for ever."""
+    assert pack([3, 4, 1, 4, 2], 5) == [[0, 4], [1], [2, 3]]
+    lengths = [1 + index * 7 % 11 for index in range(12)]
+    assert pack(lengths, 12) == PINNED
     assert pack([], 5) == []
 
 
@@ -52,3 +55,6 @@ def test_many_samples_take_little_time() -> None:
     began = time.perf_counter()
     pack(lengths, 4096)
     assert time.perf_counter() - began < 2
+
+
+PINNED = [[0, 3], [1, 2], [4, 10], [5, 9], [6, 8], [7, 11]]

@@ -108,6 +108,14 @@ def test_without_shuffling_samples_come_as_they_lie_in_the_files() -> None:
     assert sampler.samples(0, 8) == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
+def test_a_position_in_another_order_is_taken_over_where_that_is_asked_for() -> None:
+    other = ResumableSampler([21], seed=4)
+    other.accepts_other_orders = True
+    other.load_state_dict({**ResumableSampler([20], seed=3).state_dict(), "position": 8})
+    assert other.position == 8
+    assert other.state_dict()["seed"] == 4
+
+
 def test_nothing_to_sample_is_an_error() -> None:
     with pytest.raises(DataError, match="no samples"):
         ResumableSampler([0])
@@ -131,3 +139,4 @@ def test_shuffling_is_fair() -> None:
 
 PINNED_0 = [10, 7, 3, 2, 4, 6, 0, 5, 1, 8, 11, 9]
 PINNED_7 = [4, 10, 2, 6, 5, 0, 3, 1, 7, 9, 11, 8]
+PINNED_MIX = [3, 4, 1, 7, 2, 0, 8, 5, 3, 4, 2, 0, 6, 1, 7, 5, 0, 4, 3, 1, 2]

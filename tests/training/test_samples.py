@@ -96,11 +96,6 @@ def test_two_answers_in_a_row_are_both_learnt_without_what_announces_them() -> N
     assert learnt({"messages": turns}) == ["a<|end|>\n", "b<|end|>\n"]
 
 
-def test_an_end_that_only_the_last_turn_has_is_learnt_there() -> None:
-    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %} {% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    assert learnt({"messages": [USER, ANSWER]}, template=template) == ["a\n "]
-
-
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     rewriting = "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}[{{ m['content'] }}]{% endif %}{% endfor %}"
     with pytest.raises(DataError, match="writes a turn differently once others follow"):

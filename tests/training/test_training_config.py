@@ -47,6 +47,44 @@ def test_a_wrong_override_is_named_with_what_would_be_right(override: str, expec
         load(override)
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("out=", "out: "),
+        ("out=''", "out: expected a directory"),
+        ("seed=-1", "seed=-1: expected a number from 0"),
+        ("epochs=0", "expected epochs >= 1"),
+        ("max_steps=0", "max_steps >= 1"),
+        ("optimizer.betas=[0.9,1]", "optimizer.betas="),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("checkpoint.every_steps=0", "checkpoint.every_steps=0: expected a number >= 1"),
+        ("checkpoint.every_s=0", "checkpoint.every_s=0"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last=0"),
+        ("checkpoint.keep_best=2", "set data.eval, too"),
+        ("checkpoint.bandwidth_bytes_per_s=-1", "checkpoint.bandwidth_bytes_per_s=-1"),
+        ("checkpoint.mode=later", "checkpoint.mode: Invalid value 'later'"),
+        ("eval.every_steps=0", "eval.every_steps=0"),
+        ("export.every_steps=0", "export.every_steps=0"),
+        ("export.max_shard_bytes=0", "export.max_shard_bytes=0"),
+        ("log.every_steps=0", "log.every_steps=0"),
+        ("parallel.replicas=0", "parallel.replicas=0"),
+    ],
+)
+def test_impossible_settings_are_refused_before_anything_starts(
+    override: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load(override)
+
+
+def test_keeping_the_best_needs_something_to_measure_by() -> None:
+    assert load("checkpoint.keep_best=2", "data.eval=e.jsonl").checkpoint.keep_best == 2
+
+
+def test_later_overrides_go_over_earlier_ones() -> None:
+    assert load("epochs=2", "epochs=3").epochs == 3
+
+
 def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("optimizer:\n  rate: 1\nepoch: 2\n")

@@ -3,20 +3,24 @@
 import json
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
 import termios
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from backstay.coordination import Coordination
-from backstay.errors import ConfigError, InvalidArgument, UsedRoot
+from backstay.errors import ConfigError, DataError, InvalidArgument, UsedRoot
 from backstay.testing.ranks import run_ranks
 from backstay.training.metrics import LogConfig, Metrics
-from backstay.training.runtime import take_directory
+from backstay.training.runtime import Runtime, reseed, take_directory
 from backstay.training.signals import StopSignals, Wish
 
 
@@ -71,6 +75,65 @@ def test_one_run_at_a_time_works_in_a_directory_and_a_killed_one_frees_it(tmp_pa
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
+
+
+WAIT = """
+import logging, sys
+from pathlib import Path
+from backstay.training.runtime import take_directory
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+take_directory(Path(sys.argv[1]), wait_s=60)
+print("taken", flush=True)
+"""
+
+
+def test_a_second_run_waits_for_the_end_of_the_first_and_says_so(tmp_path: Path) -> None:
+    lock = take_directory(tmp_path)
+    second = subprocess.Popen(
+        [sys.executable, "-c", WAIT, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert second.stdout is not None
+    told = second.stdout.readline()
+    assert "waiting for another run to end" in told
+    assert f"process {os.getpid()} on " in told
+    lock.close()
+    assert second.stdout.readline() == "taken\n"
+    assert second.wait(10) == 0
+    second.stdout.close()
+
+
+def together(rank: int, _: int) -> list[object]:
+    run = Runtime(torch.device("cpu"), Coordination(timeout_s=20))
+    found: list[object] = [run.together(lambda: rank), run.together(lambda: 7, on_first_only=True)]
+    for guilty in (0, 1):
+        try:
+            run.together(lambda guilty=guilty: complain(rank, guilty))
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
+def complain(rank: int, guilty: int) -> None:
+    if rank == guilty:
+        raise DataError("line 3")
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all() -> None:
+    first, second = run_ranks(2, together)
+    assert (first[:2], second[:2]) == ([0, 7], [1, None])
+    assert first[2:] == second[2:] == ["rank 0: line 3", "rank 1: line 3"]
+
+
+def draws(*keys: int) -> tuple[float, float, float]:
+    reseed(*keys)
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_all_generators_follow_from_seed_step_and_rank() -> None:
+    assert draws(0, 5, 1) == draws(0, 5, 1)
+    others = [draws(*keys) for keys in ((0, 5, 1), (1, 5, 1), (0, 6, 1), (0, 5, 0), (0, 51))]
+    for column in zip(*others, strict=True):
+        assert len({*column}) == 5
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -133,6 +196,21 @@ def test_a_terminal_shows_a_bar_and_a_file_gets_plain_lines(tmp_path: Path) -> N
     assert b"step 1:" not in shown
 
 
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed")
 def test_a_receiver_of_metrics_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="wandb is not installed; pip install wandb"):
         Metrics(tmp_path, LogConfig(wandb_project="x"), is_active=True)
+
+
+def test_numbers_go_to_tensorboard_if_it_is_installed(tmp_path: Path) -> None:
+    config = LogConfig(tensorboard=True)
+    if find_spec("tensorboard") is None:
+        with pytest.raises(ConfigError, match="tensorboard is not installed"):
+            Metrics(tmp_path, config, is_active=True)
+        return
+    metrics = Metrics(tmp_path, config, is_active=True)
+    metrics.write(1, {"loss": 0.5, "samples": [1, 2]})
+    metrics.close()
+    (events,) = (tmp_path / "tensorboard").glob("events.*")
+    assert b"loss" in events.read_bytes()
+    assert b"samples" not in events.read_bytes()

@@ -194,6 +194,7 @@ def begin(course: Course) -> None:
         BadInput: it does not fit; nothing was trained.
     """
     config, job = course.config, course.job
+    job.sampler.accepts_other_orders = config.allow_changes
     try:
         course.step = resume(job, course.checkpointer)
         check_documents(job.model, (job.data.train, job.data.eval), course.run)
@@ -201,7 +202,7 @@ def begin(course: Course) -> None:
         raise
     except BackstayError as error:
         raise BadInput from error
-    left = -(-(job.end - job.sampler.position) // config.batch_size)
+    left = max(0, -(-(job.end - job.sampler.position) // config.batch_size))
     course.num_steps = course.step + left
     if config.max_steps is not None:
         course.num_steps = min(course.num_steps, max(config.max_steps, course.step))

@@ -209,15 +209,15 @@ def find_weights(home: Path) -> dict[str, Path]:
         ModelError: files are missing, damaged, or of a kind that would have to be unpickled.
     """
     index = home / INDEX_NAME
-    if index.exists():
+    if (home / WEIGHTS_NAME).exists():  # first, as for transformers
+        files = [WEIGHTS_NAME]
+    elif index.exists():
         try:
             files = sorted(
                 {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
             )
         except (ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"{index}: not an index of safetensors files: {error!r}") from error
-    elif (home / WEIGHTS_NAME).exists():
-        files = [WEIGHTS_NAME]
     else:
         pickles = sorted(path.name for path in home.glob("*.bin"))
         found = (

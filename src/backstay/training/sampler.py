@@ -48,6 +48,10 @@ class ResumableSampler:
         seed: of the order.
         shuffle: False keeps the order of the files.
 
+    Attributes:
+        position: samples that all ranks together have trained on.
+        accepts_other_orders: take over a position in another order as well, though some samples will then come more often than others.
+
     Raises:
         DataError: there is nothing to sample.
     """
@@ -65,6 +69,7 @@ class ResumableSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0
+        self.accepts_other_orders = False
         pairs = list(zip(self.sizes, self.weights, strict=True))
         self._shares = [max(round(size * weight), size > 0 < weight) for size, weight in pairs]
         self._starts = np.cumsum([0, *self.sizes])[:-1]
@@ -124,11 +129,12 @@ class ResumableSampler:
         """Go to a saved position.
 
         Raises:
-            ConfigChanged: it belongs to another order of samples, so that some would come twice and others not at all.
+            ConfigChanged: it belongs to another order of samples, so that some would come twice and others not at all; unless
+                `accepts_other_orders`.
         """
         here = self.state_dict()
         changed = [name for name in here if name != "position" and state.get(name) != here[name]]
-        if changed:
+        if changed and not self.accepts_other_orders:
             found = ", ".join(f"{name}: {state.get(name)} -> {here[name]}" for name in changed)
             raise ConfigChanged(
                 f"the saved data position belongs to another order of samples ({found})"
