@@ -102,26 +102,27 @@ def test_without_arguments_there_is_help_and_an_unknown_command_is_named() -> No
     assert "No such command 'nonsense'" in output
 
 
+def run(home: Path, nproc: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The program itself, on a tiny model and eight samples."""
+    write_tiny_llm(home / "model")
+    write_chats(home / "d.jsonl", 8)
+    command = [sys.executable, "-m", "backstay.cli", "train", "sft", "--nproc", str(nproc)]
+    inputs = ["model.path=model", "data.train=d.jsonl", "data.seq_len=128", "out=out"]
+    return subprocess.run(
+        [*command, *inputs, *overrides], cwd=home, capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_training_from_the_command_line(nproc: int, tmp_path: Path) -> None:
-    write_tiny_llm(tmp_path / "model")
-    write_chats(tmp_path / "d.jsonl", 8)
-    command = [sys.executable, "-m", "backstay.cli", "train", "sft", "--nproc", str(nproc)]
-    overrides = ["model.path=model", "data.train=d.jsonl", "data.seq_len=128", "out=out"]
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *overrides, *more],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    bad = run("batch_size=3", "micro_batch_size=2")
-    assert bad.returncode == 2
-    assert bad.stderr.splitlines()[-1].startswith("error: batch_size=3")
-    good = run("batch_size=2")
-    assert good.returncode == 0, good.stderr
-    assert "exported to" in good.stdout
+    done = run(tmp_path, nproc, "batch_size=2")
+    assert done.returncode == 0, done.stderr
+    assert "exported to" in done.stdout
     assert (tmp_path / "out" / "export" / "final" / "model.safetensors").exists()
+
+
+def test_bad_input_of_several_ranks_is_said_once_and_is_status_2(tmp_path: Path) -> None:
+    bad = run(tmp_path, 2, "batch_size=3", "micro_batch_size=2")
+    assert bad.returncode == 2
+    assert bad.stderr.count("error:") == 1
+    assert bad.stderr.splitlines()[-1].startswith("error: batch_size=3")

@@ -86,11 +86,9 @@ def alone(tiny: Path) -> tuple[Course, dict[str, str]]:
     ("world_size", "parallel"),
     [
         (2, ParallelConfig()),
-        (2, ParallelConfig(replicas=2)),
-        (4, ParallelConfig()),
         (4, ParallelConfig(replicas=2)),
     ],
-    ids=["two shards", "two replicas", "four shards", "two by two"],
+    ids=["two shards", "two by two"],
 )
 def test_losses_and_gradients_are_those_of_one_rank(
     world_size: int, parallel: ParallelConfig, tiny: Path, alone: Any

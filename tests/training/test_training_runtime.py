@@ -1,6 +1,7 @@
 """Signals agreed upon, one run per directory, metrics that are only added to."""
 
 import json
+import logging
 import os
 import pty
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from backstay.coordination import Coordination
 from backstay.errors import ConfigError, DataError, InvalidArgument, UsedRoot
@@ -77,29 +80,35 @@ def test_one_run_at_a_time_works_in_a_directory_and_a_killed_one_frees_it(tmp_pa
         holder.stdout.close()
 
 
-WAIT = """
-import logging, sys
-from pathlib import Path
-from backstay.training.runtime import take_directory
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-take_directory(Path(sys.argv[1]), wait_s=60)
-print("taken", flush=True)
-"""
+class Signpost(logging.Handler):
+    """Makes a file of each message that it gets, for another process to see."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.write_text(record.getMessage())
+
+
+def take_in_turn(rank: int, _: int, out: Path, note: Path) -> str:
+    if rank == 0:
+        lock = take_directory(out)
+        dist.barrier()
+        while not note.exists():  # the other one waits
+            time.sleep(0.01)
+    else:
+        logging.getLogger("backstay").addHandler(Signpost(note))
+        dist.barrier()
+        lock = take_directory(out, wait_s=30)
+    lock.close()
+    return (out / ".lock").read_text()
 
 
 def test_a_second_run_waits_for_the_end_of_the_first_and_says_so(tmp_path: Path) -> None:
-    lock = take_directory(tmp_path)
-    second = subprocess.Popen(
-        [sys.executable, "-c", WAIT, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert second.stdout is not None
-    told = second.stdout.readline()
-    assert "waiting for another run to end" in told
-    assert f"process {os.getpid()} on " in told
-    lock.close()
-    assert second.stdout.readline() == "taken\n"
-    assert second.wait(10) == 0
-    second.stdout.close()
+    first, second = run_ranks(2, take_in_turn, tmp_path / "out", tmp_path / "note")
+    assert f"waiting for another run to end ({first})" in (tmp_path / "note").read_text()
+    assert second != first
 
 
 def together(rank: int, _: int) -> list[object]:
@@ -178,11 +187,9 @@ def test_a_terminal_shows_a_bar_and_a_file_gets_plain_lines(tmp_path: Path) -> N
     command = [sys.executable, "-c", SHOW]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    plain = subprocess.run(
-        [*command, str(tmp_path / "a")], capture_output=True, text=True, check=True
+    plain = subprocess.Popen(
+        [*command, str(tmp_path / "a")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert plain.stdout.splitlines()[0] == "step 1: loss 0.5"
-    assert plain.stderr == ""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
     subprocess.run([*command, str(tmp_path / "b")], stdout=theirs, stderr=theirs, check=True)
@@ -194,6 +201,9 @@ def test_a_terminal_shows_a_bar_and_a_file_gets_plain_lines(tmp_path: Path) -> N
     os.close(ours)
     assert b"4/4" in shown
     assert b"step 1:" not in shown
+    output, errors = plain.communicate(timeout=60)
+    assert output.splitlines()[0] == "step 1: loss 0.5"
+    assert errors == ""
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed")

@@ -27,7 +27,7 @@ from backstay.training.batches import (
     plan_eval,
 )
 from backstay.training.config import to_plain
-from backstay.training.course import Course, Job, check_finite, run_course, write_companions
+from backstay.training.course import Course, Job, check_finite, run_course
 from backstay.training.losses import token_loss
 from backstay.training.metrics import Clock, Metrics, memory_gb
 from backstay.training.optim import (
@@ -122,7 +122,7 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
     )
     metrics = run.together(lambda: Metrics(out, config.log, is_active=run.is_first))
     assert metrics is not None, "a rank without it has raised"
-    job = Job(
+    return Job(
         files=files,
         data=data,
         sampler=sampler,
@@ -137,8 +137,6 @@ def prepare(config: SftConfig, run: Runtime) -> Job:
         exports=out / "export",
         companions=out / "companions",
     )
-    run.together(lambda: write_companions(config, job), on_first_only=True)
-    return job
 
 
 def update_until_done(course: Course) -> None:

@@ -198,6 +198,7 @@ def begin(course: Course) -> None:
     try:
         course.step = resume(job, course.checkpointer)
         check_documents(job.model, (job.data.train, job.data.eval), course.run)
+        course.run.together(lambda: write_companions(config, job), on_first_only=True)
     except RankMissing:
         raise
     except BackstayError as error:
