@@ -52,6 +52,12 @@ def test_a_configuration_is_printed_or_copied_but_nothing_is_overwritten(tmp_pat
     assert "exists" in output
 
 
+def test_a_configuration_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    status, output = call("config", "sft", "--save", str(tmp_path / "none" / "my.yaml"))
+    assert status == 2
+    assert "cannot be written: No such file or directory" in output
+
+
 @pytest.mark.parametrize("command", ["train", "config"])
 def test_an_unknown_recipe_is_answered_with_those_that_there_are(command: str) -> None:
     status, output = call(command, "stf")

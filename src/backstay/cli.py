@@ -80,7 +80,10 @@ def config(
         return
     if save.exists():
         fail(f"{save} exists; name another file")
-    shutil.copyfile(found.config, save)
+    try:
+        shutil.copyfile(found.config, save)
+    except OSError as error:
+        fail(f"{save} cannot be written: {error.strerror}")
     typer.echo(f"written to {save}; use it with: backstay train {recipe} --config {save}")
 
 
