@@ -76,7 +76,7 @@ def measure_recipe(options: argparse.Namespace) -> dict[str, Any]:
     """Run the recipe; its metrics say how long the steps took."""
     from backstay.events import read_lines
     from backstay.recipes import sft
-    from backstay.training.runtime import run_recipe
+    from backstay.training.program import run_method
 
     values = {
         "model.path": options.model,
@@ -94,9 +94,7 @@ def measure_recipe(options: argparse.Namespace) -> dict[str, Any]:
         "log.samples": "false",
         "out": options.directory,
     }
-    status = run_recipe(
-        sft.SftConfig, sft.train, [f"{key}={value}" for key, value in values.items()]
-    )
+    status = run_method(sft.METHOD, [f"{key}={value}" for key, value in values.items()])
     assert status == 0, f"the recipe ended with status {status}"
     lines = read_lines(options.directory / "metrics.jsonl")
     steps = [line for line in lines if "step_s" in line]

@@ -21,7 +21,7 @@ from backstay.recipes import sft
 from backstay.testing.ranks import run_ranks
 from backstay.testing.tiny_llm import chat, make_tokenizer, write_chats, write_tiny_llm
 from backstay.training.packing import pack
-from backstay.training.runtime import run_recipe
+from backstay.training.program import run_method
 
 TOKENIZER = make_tokenizer()
 SEQ_LEN = 192
@@ -141,7 +141,7 @@ def sft_rank(
         sft.token_loss = partial(stopping, sft.token_loss, stop, iter(range(10**9)))
     if alarm is not None:
         alarm.set(rank, out_of(overrides))
-    return run_recipe(sft.SftConfig, sft.train, overrides)
+    return run_method(sft.METHOD, overrides)
 
 
 def stopping(real: Any, stop: Stop, counter: Iterable[int], *args: Any) -> Any:

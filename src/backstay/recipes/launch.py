@@ -30,8 +30,9 @@ def launch(recipe: Recipe, arguments: Sequence[str], *, num_ranks: int) -> int:
         num_ranks: processes on this machine.
     """
     if num_ranks == 1 and "RANK" not in os.environ:
-        sys.argv = [recipe.module, *arguments]
-        return int(importlib.import_module(recipe.module).main())
+        from backstay.training.program import run_method  # slow to import
+
+        return run_method(importlib.import_module(recipe.module).METHOD, arguments)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Else each rank would take all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))

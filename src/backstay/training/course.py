@@ -1,80 +1,53 @@
-"""Course: a training under way, and what happens between its updates: signals, evaluation, saves; its beginning and its end.
+"""Course: a training under way: the parts of an update, and what happens between updates: signals, evaluation, saves, metrics.
 
 Runs in: the training thread of all ranks. Guarantees: whoever stops it, and whenever, all ranks leave the loop at the same point, and what they save there
-is the state after a whole number of updates.
+is the state after a whole number of updates. A step is logged before it is saved: no step that a checkpoint holds is missing from the metrics.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from backstay.attempts import step_dir_name
 from backstay.checkpointer import Checkpointer
-from backstay.errors import BackstayError, Diverged, RankMissing
-from backstay.interop.hf import Exporter, save_companions
-from backstay.load.restore import restore
-from backstay.policies import RetentionPolicy, SavePolicy
-from backstay.state import TrainState
-from backstay.training.batches import Collate, Sequences
-from backstay.training.config import to_yaml
-from backstay.training.exports import export_at_end, export_when_committed, wait_for_exports
-from backstay.training.lora import collect_adapter, write_adapter
-from backstay.training.metrics import Metrics
-from backstay.training.model import ModelFiles
-from backstay.training.prepare import TokenizedData, check_documents
+from backstay.errors import Diverged
+from backstay.training.batches import MicroBatch, load_batches, plan_eval
+from backstay.training.job import Job, Method
+from backstay.training.metrics import Clock, memory_gb
+from backstay.training.optim import clip_gradients, rate_at, set_rate
 from backstay.training.recipe_config import RecipeConfig
-from backstay.training.resume import Earlier
-from backstay.training.runtime import BadInput, Runtime
-from backstay.training.sampler import BatchShape, ResumableSampler
-from backstay.training.signals import STOPPED, StopSignals
-
-
-@dataclass
-class Job:
-    """All that the loop works with.
-
-    Attributes:
-        end: position of the sampler when everything has been trained on.
-        earlier: what the run goes on from.
-    """
-
-    files: ModelFiles
-    data: TokenizedData
-    sampler: ResumableSampler
-    shape: BatchShape
-    end: int
-    model: nn.Module
-    optimizer: Optimizer
-    state: TrainState
-    earlier: Earlier | None
-    metrics: Metrics
-    checkpoints: Path
-    exports: Path
-    companions: Path
+from backstay.training.runtime import Runtime, reseed
+from backstay.training.sampler import BatchShape
+from backstay.training.signals import StopSignals
 
 
 @dataclass
 class Course:
-    """A training under way, for what happens between its updates.
+    """A training under way.
 
     Attributes:
         step: updates behind the train state.
         num_steps: updates at the end.
+        batches: this rank's micro-batches, from the sampler's position on.
+        saving_s: how long saves have held up training since the last line of metrics.
     """
 
+    method: Method
     config: RecipeConfig
     run: Runtime
     job: Job
     signals: StopSignals
     checkpointer: Checkpointer
-    collate: Collate
-    measure: Callable[["Course", Sequences], float | None]
     step: int = 0
     num_steps: int = 0
+    batches: Iterator[MicroBatch] = field(default_factory=lambda: iter(()))
+    clock: Clock = field(default_factory=Clock)
+    saving_s: float = 0.0
 
     def must_stop(self) -> bool:
         """At a point where it is safe, on all ranks: save if a signal asks for it; whether one asks to stop."""
@@ -83,8 +56,47 @@ class Course:
             self.checkpointer.maybe_save(self.step, now=True)
         return wish.stop
 
-    def evaluate_if_due(self) -> float | None:
-        """The mean loss on held-out data, if it is time for it and nothing interrupts it."""
+    def next_batches(self) -> list[MicroBatch] | None:
+        """This rank's micro-batches of the next update, whose learning rate and random numbers are set; None if there is none, or a signal says stop."""
+        if self.step >= self.num_steps or self.must_stop():
+            return None
+        micro_batches = list(islice(self.batches, self.job.shape.num_micro_batches))
+        rate = rate_at(self.step + 1, self.num_steps, self.config.optimizer)
+        set_rate(self.job.optimizer, rate)
+        reseed(self.config.seed, self.step, self.run.rank)
+        return micro_batches
+
+    def accumulate(self, micro_batches: Iterable[MicroBatch]) -> dict[str, float] | None:
+        """Gradients of the mean loss over all targets of all ranks; returns the means, or None if it had to stop in between."""
+        run = self.run
+        num_targets = run.ranks.add(sum(batch.num_targets for batch in micro_batches))
+        totals = Totals()
+        for number, batch in enumerate(micro_batches):
+            if number and self.must_stop():
+                return None  # the gradients so far are dropped, and this update is done again after the resumption
+            sums = self.method.score(self.job, batch.to(run.device))
+            # FSDP averages over ranks, but the mean is over targets.
+            (sums["loss"] * (run.world_size / num_targets)).backward()
+            totals.add(sums)
+        return totals.means(num_targets, run)
+
+    def update(self, loss: float) -> float:
+        """Let the optimizer take its step; returns the norm of the gradients.
+
+        Raises:
+            Diverged: loss or gradients are no numbers any more; nothing was updated.
+        """
+        job, config = self.job, self.config
+        grad_norm = clip_gradients(job.model, config.optimizer.clip_norm).item()
+        check_finite(loss, grad_norm, self.step + 1, job.checkpoints)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        job.sampler.advance(min(config.batch_size, job.end - job.sampler.position))
+        self.step += 1
+        return grad_norm
+
+    def evaluate_if_due(self) -> dict[str, float]:
+        """Means on held-out data, their names beginning with `eval_`, if it is time for it and nothing interrupts it."""
         config, extra = self.config, self.job.state.extra
         every = config.eval.every_steps
         is_due = (
@@ -93,154 +105,94 @@ class Course:
             or (every is not None and self.step > 0 and self.step % every == 0)
         )
         if not is_due or self.job.data.eval is None or extra["evaluated"] == self.step:
-            return None
-        loss = self.measure(self, self.job.data.eval)
-        if loss is not None:
-            extra["evaluated"] = self.step
-            self.job.metrics.say(f"step {self.step}: loss on held-out data {loss:.4f}")
-        return loss
+            return {}
+        means = self._measure()
+        if means is None:
+            return {}
+        extra["evaluated"] = self.step
+        others = "".join(f", {name} {value:.4g}" for name, value in means.items() if name != "loss")
+        self.job.metrics.say(f"step {self.step}: loss on held-out data {means['loss']:.4f}{others}")
+        return {f"eval_{name}": value for name, value in means.items()}
 
-    def save_if_due(self, scores: dict[str, float]) -> float:
-        """Save if it is time for it; returns how long training was held up, in seconds."""
+    @torch.no_grad()
+    def _measure(self) -> dict[str, float] | None:
+        """Means over all targets of held-out data; None if it had to stop in between."""
+        job, run, size = self.job, self.run, self.config.micro_batch_size
+        assert job.data.eval is not None, "there is something to evaluate on"
+        shape = BatchShape(size * run.world_size, size, run.rank, run.world_size)
+        totals, num_targets = Totals(), 0
+        job.model.eval()
+        try:
+            plan = plan_eval(len(job.data.eval), shape)
+            for batch in load_batches(job.data.eval, plan, job.collate):
+                if self.must_stop():
+                    return None
+                totals.add(self.method.score(job, batch.to(run.device)))
+                num_targets += batch.num_targets
+        finally:
+            job.model.train()
+        return totals.means(run.ranks.add(num_targets), run)
+
+    def log(
+        self, micro_batches: Iterable[MicroBatch], scores: dict[str, float], grad_norm: float
+    ) -> None:
+        """Write down how the last update went."""
+        run, sampler = self.run, self.job.sampler
+        self.clock.count(sum(batch.num_tokens for batch in micro_batches))
+        tokens_per_s, step_s = self.clock.read()
+        values: dict[str, object] = {
+            **scores,
+            "lr": self.job.optimizer.param_groups[0]["lr"],
+            "grad_norm": grad_norm,
+            "tokens_per_s": tokens_per_s * run.world_size,
+            "step_s": step_s,
+            "memory_gb": memory_gb(run.device),
+            "checkpoint_ms": self.saving_s * 1e3,
+            "epoch": sampler.position / sampler.epoch_size,
+        }
+        if self.config.log.samples:
+            values["samples"] = gather_samples(micro_batches, run)
+        self.job.metrics.write(self.step, values)
+        self.saving_s = 0.0
+
+    def save_if_due(self, scores: dict[str, float]) -> None:
+        """Save if it is time for it."""
         began = time.perf_counter()
         is_due = self.config.export.is_due(self.step)
         self.checkpointer.maybe_save(self.step, metrics=scores, now=is_due)
         if self.config.checkpoint.mode == "sync":
             self.checkpointer.wait()
-        return time.perf_counter() - began
+        self.saving_s += time.perf_counter() - began
 
 
-def run_course(
-    config: RecipeConfig,
-    run: Runtime,
-    job: Job,
-    *,
-    loop: Callable[[Course], None],
-    measure: Callable[[Course, Sequences], float | None],
-) -> int:
-    """Train, and export at the end; returns the exit status.
+class Totals:
+    """Sums by name over micro-batches, in float64."""
 
-    Args:
-        loop: updates until `course.step` is `course.num_steps`, or `course.must_stop()`.
-        measure: the loss on held-out data; None if `course.must_stop()`.
-    """
-    exporter = Exporter(job.exports, companions=job.companions, options=config.export.options())
-    collate = Collate(job.files.tokenizer.pad_token_id)
-    with StopSignals() as signals, open_checkpointer(config, run, job, exporter) as checkpointer:
-        course = Course(config, run, job, signals, checkpointer, collate, measure)
-        begin(course)
-        loop(course)
-    job.metrics.say(checkpointer.report())
-    if course.step < course.num_steps:
-        job.metrics.say(
-            f"stopped after step {course.step} of {course.num_steps}; run the same command again to go on"
-        )
-        return STOPPED
-    wait_for_exports(exporter, run.ranks)
-    if config.export.at_end:
-        job.metrics.say(f"exported to {export(course)}")
-    return 0
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Add those of one more micro-batch."""
+        for name, value in sums.items():
+            so_far = self._sums.get(name, torch.zeros((), dtype=torch.float64))
+            self._sums[name] = so_far + value.detach().double().cpu()
+
+    def means(self, num_targets: int, run: Runtime) -> dict[str, float]:
+        """Over all targets of all ranks."""
+        values = torch.stack([*self._sums.values()])
+        if run.world_size > 1:
+            values = values.to(run.device)
+            dist.all_reduce(values)
+        return {
+            name: value / num_targets
+            for name, value in zip(self._sums, values.tolist(), strict=True)
+        }
 
 
-def export(course: Course) -> Path:
-    """Write what was trained for others: the whole model, or its adapters."""
-    config, job, ranks = course.config, course.job, course.run.ranks
-    if not config.lora.is_on:
-        return export_at_end(
-            job.model,
-            job.exports,
-            course.step,
-            companions=job.companions,
-            config=config.export,
-            ranks=ranks,
-        )
-    path = job.exports / step_dir_name(course.step) / "adapter"
-    if not ranks.announce(int(path.exists())):
-        values = collect_adapter(job.model)
-        base = str(job.files.weights or "")
-        course.run.together(
-            lambda: write_adapter(path, values, config.lora, base), on_first_only=True
-        )
-    return path
-
-
-def open_checkpointer(
-    config: RecipeConfig, run: Runtime, job: Job, exporter: Exporter
-) -> Checkpointer:
-    """The checkpointer of a run; rank 0's starts the exports of what was committed."""
-    ours = config.checkpoint
-    return Checkpointer(
-        job.checkpoints,
-        job.state,
-        save=SavePolicy(every_steps=ours.every_steps, every_s=ours.every_s),
-        keep=RetentionPolicy(
-            last=ours.keep_last,
-            best=ours.keep_best,
-            metric="eval_loss" if ours.keep_best else None,
-        ),
-        staging=ours.staging,
-        trainable_only=config.lora.is_on,
-        bandwidth_bytes_per_s=ours.bandwidth_bytes_per_s,
-        on_event=export_when_committed(exporter, config.export, job.checkpoints)
-        if run.is_first
-        else None,
-    )
-
-
-def begin(course: Course) -> None:
-    """Put the train state back, if there is one to go on from, and say what lies ahead.
-
-    Raises:
-        BadInput: it does not fit; nothing was trained.
-    """
-    config, job = course.config, course.job
-    job.sampler.accepts_other_orders = config.allow_changes
-    try:
-        course.step = resume(job, course.checkpointer)
-        check_documents(job.model, (job.data.train, job.data.eval), course.run)
-        course.run.together(lambda: write_companions(config, job), on_first_only=True)
-    except RankMissing:
-        raise
-    except BackstayError as error:
-        raise BadInput from error
-    left = max(0, -(-(job.end - job.sampler.position) // config.batch_size))
-    course.num_steps = course.step + left
-    if config.max_steps is not None:
-        course.num_steps = min(course.num_steps, max(config.max_steps, course.step))
-    if job.earlier is not None:
-        job.metrics.say(
-            f"going on after step {course.step} of {course.num_steps}, epoch {job.sampler.epoch + 1}, from {job.earlier.path}"
-        )
-    if course.step == course.num_steps:
-        job.metrics.say("nothing left to train")
-    job.metrics.begin(course.step, course.num_steps)
-    loss = course.evaluate_if_due()
-    if loss is not None:
-        job.metrics.write(course.step, {"eval_loss": loss})
-
-
-def resume(job: Job, checkpointer: Checkpointer) -> int:
-    """Put the train state back; returns the number of updates behind it."""
-    if job.earlier is None:
-        return 0
-    now = {name: job.state.extra[name] for name in ("config", "identity")}
-    if job.earlier.path == job.checkpoints:
-        step = checkpointer.restore()
-    else:
-        step = restore(job.earlier.path, job.state)
-    job.state.extra.update(now)
-    return step
-
-
-def write_companions(config: RecipeConfig, job: Job) -> None:
-    """Put down what belongs to the run beside its checkpoints: the configuration, and what every export needs."""
-    (Path(config.out) / "config.yaml").write_text(to_yaml(config))
-    save_companions(
-        job.companions,
-        config=job.files.config,
-        generation_config=job.files.generation_config,
-        tokenizer=job.files.tokenizer,
-    )
+def gather_samples(micro_batches: Iterable[MicroBatch], run: Runtime) -> list[int]:
+    """The samples of an update over all ranks, in no particular order."""
+    mine = [sample for batch in micro_batches for sample in batch.sample_ids if sample >= 0]
+    return sorted(sample for found in run.ranks.exchange(mine) for sample in found)
 
 
 def check_finite(loss: float, grad_norm: float, step: int, checkpoints: Path) -> None:
