@@ -7,6 +7,7 @@ group but concern the trainer alone; reading ahead moves no position.
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -184,23 +185,36 @@ def is_pack(positions: Tensor) -> bool:
     return int(positions[-1]) != len(positions) - 1
 
 
+class Batch(Protocol):
+    """Of any kind that can be put into page-locked memory."""
+
+    def pinned(self) -> Self:
+        """The same there."""
+        ...
+
+
+UnitT = TypeVar("UnitT")
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
 def load_batches(
-    sequences: Sequences,
+    units: Dataset[UnitT],
     plan: Iterator[list[int]],
-    collate: Collate,
+    collate: Callable[[list[UnitT]], BatchT],
     *,
     num_workers: int = 0,
     pin: bool = False,
-) -> Iterator[MicroBatch]:
+) -> Iterator[BatchT]:
     """Micro-batches as planned; the end of the plan ends them.
 
     Args:
-        plan: indices of the sequences of each micro-batch, see `ResumableSampler.micro_batches`.
+        units: what batches are made of: sequences, or pairs of them.
+        plan: indices of the units of each micro-batch, see `ResumableSampler.micro_batches`.
         num_workers: processes that prepare them ahead.
         pin: put them into page-locked memory, for asynchronous copies to a GPU.
     """
-    loader: DataLoader[MicroBatch] = DataLoader(
-        sequences,  # type: ignore[arg-type]
+    loader: DataLoader[BatchT] = DataLoader(
+        units,  # type: ignore[arg-type]
         batch_sampler=plan,
         collate_fn=collate,
         num_workers=num_workers,

@@ -26,11 +26,13 @@ class Sample:
         place: file and line, for messages.
         messages: a chat; a prompt with its completion is one of two messages.
         is_chat: whether it was written as a chat.
+        learnt_from: number of the first message that may be learnt.
     """
 
     place: str
     messages: tuple[Mapping[str, str], ...]
     is_chat: bool
+    learnt_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,22 @@ def read_samples(file: Path) -> Iterator[Sample]:
     Raises:
         DataError: file, line and field of what is wrong.
     """
+    for line, place in read_lines(file):
+        yield parse_sample(line, place)
+
+
+def read_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a JSONL file that are not blank, each with its place for messages.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     try:
         # Some editors put a byte order mark in front.
         with file.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield parse_sample(line, f"{file}, line {number}")
+                    yield line, f"{file}, line {number}"
     except FileNotFoundError:
         raise DataError(f"{file}: no such file; expected JSONL, one sample per line") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -70,12 +82,7 @@ def parse_sample(line: str, place: str) -> Sample:
     Raises:
         DataError: it is not a sample.
     """
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON ({error}); expected an object with {FORMS}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: expected an object with {FORMS}, found a {type(row).__name__}")
+    row = parse_object(line, place, forms=FORMS)
     if "messages" in row:
         return Sample(place, check_messages(row["messages"], place), True)
     if "prompt" in row or "completion" in row:
@@ -91,9 +98,34 @@ def parse_sample(line: str, place: str) -> Sample:
     raise DataError(f"{place}: expected {FORMS}; found the fields {sorted(row)}")
 
 
+def parse_object(line: str, place: str, *, forms: str) -> dict[str, Any]:
+    """A line as an object.
+
+    Args:
+        forms: what is expected in it, for messages.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not JSON ({error}); expected an object with {forms}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected an object with {forms}, found a {type(row).__name__}")
+    return row
+
+
 def check_messages(messages: Any, place: str) -> tuple[Mapping[str, str], ...]:
     """A chat with something to learn from."""
     where = f"{place}, field 'messages'"
+    checked = check_turns(messages, where)
+    check_answer(checked, where)
+    return checked
+
+
+def check_turns(messages: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    """Messages, at least one."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: expected a list of messages, found {describe(messages)}")
     for number, message in enumerate(messages):
@@ -104,12 +136,16 @@ def check_messages(messages: Any, place: str) -> tuple[Mapping[str, str], ...]:
             )
         for name in ("role", "content"):
             check_text(message.get(name), f"{here}.{name}")
+    return tuple(messages)
+
+
+def check_answer(messages: Sequence[Mapping[str, str]], where: str) -> None:
+    """See that the assistant says something."""
     if not any(message["role"] == "assistant" for message in messages):
         roles = [message["role"] for message in messages]
         raise DataError(
             f"{where}: no message with role 'assistant', so nothing to learn; found {roles}"
         )
-    return tuple(messages)
 
 
 def check_text(value: Any, where: str) -> str:
@@ -157,7 +193,7 @@ def render_chat(sample: Sample, tokenizer: Any) -> Text:
     whole = apply_template(tokenizer, sample.messages)
     spans = []
     for number, message in enumerate(sample.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number < sample.learnt_from:
             continue
         before = apply_template(tokenizer, sample.messages[:number], prompt=True) if number else ""
         after = apply_template(tokenizer, sample.messages[: number + 1])

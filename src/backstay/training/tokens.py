@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from backstay.errors import DataError
+from backstay.training.preference_samples import read_pairs
 from backstay.training.samples import Sample, Text, read_samples, render
 
 TooLong = Literal["truncate", "drop", "error"]
@@ -33,16 +35,18 @@ class Tokenizing:
         seq_len: longest sample, in tokens.
         too_long: what happens to longer ones.
         use_template: whether prompts with completions go through the chat template; chats always do.
+        kind: what a line of the file is; pairs are stored as two samples each, chosen and rejected.
     """
 
     seq_len: int
     too_long: TooLong
     use_template: bool
+    kind: Literal["samples", "pairs"] = "samples"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What became of the samples of a file."""
+    """What became of the samples of a file; a pair counts as two."""
 
     kept: int = 0
     truncated: int = 0
@@ -62,7 +66,7 @@ class Counts:
 
 
 class TokenStore:
-    """Samples as token ids, and which of them the loss is taken on.
+    """Samples as token ids, and which of them the loss is taken on; of pair i, sample 2i is the chosen one and 2i+1 the rejected.
 
     Args:
         path: a directory that `make_store` made.
@@ -118,7 +122,10 @@ def store_name(file: Path, tokenizer_hash: str, how: Tokenizing) -> str:
     Raises:
         DataError: the file cannot be read.
     """
-    parts = json.dumps([hash_file(file), tokenizer_hash, asdict(how)])
+    rules = asdict(how)
+    if how.kind == "samples":  # left out, as checkpoints know these stores by names without it
+        del rules["kind"]
+    parts = json.dumps([hash_file(file), tokenizer_hash, rules])
     return xxhash.xxh3_64_hexdigest(parts.encode())
 
 
@@ -167,9 +174,28 @@ class Encoded:
 def encode_file(
     file: Path, tokenizer: Any, how: Tokenizing, on_progress: Callable[[int], None]
 ) -> Iterator[Encoded]:
-    """The samples of a file in tokens."""
+    """The samples of a file in tokens, or those of its pairs."""
+    if how.kind == "pairs":
+        samples = chain.from_iterable(read_pairs(file))
+        return keep_pairs(encode_samples(samples, tokenizer, how, on_progress))
+    return encode_samples(read_samples(file), tokenizer, how, on_progress)
+
+
+def keep_pairs(samples: Iterator[Encoded]) -> Iterator[Encoded]:
+    """Drop both samples of a pair if one was dropped, or if they have become the same."""
+    for chosen, rejected in zip(samples, samples, strict=True):
+        if len(chosen.ids) and len(rejected.ids) and chosen.ids != rejected.ids:
+            yield from (chosen, rejected)
+        else:
+            yield from (Encoded((), ()), Encoded((), ()))
+
+
+def encode_samples(
+    samples: Iterable[Sample], tokenizer: Any, how: Tokenizing, on_progress: Callable[[int], None]
+) -> Iterator[Encoded]:
+    """Samples in tokens, a batch at a time."""
     batch: list[Sample] = []
-    for sample in read_samples(file):
+    for sample in samples:
         check_template(sample, tokenizer, how)
         batch.append(sample)
         if len(batch) == BATCH:
