@@ -40,6 +40,7 @@ from backstay.load.restore import RestoreOptions, restore_with
 from backstay.manifest import MANIFEST_NAME
 from backstay.policies import RetentionPolicy, SavePolicy
 from backstay.poll import Poll
+from backstay.save.assembled import Assembled
 from backstay.save.messages import WriterConfig
 from backstay.save.pending import PendingCheckpoint
 from backstay.save.saver import Request, Saver, SaverOptions
@@ -63,6 +64,7 @@ class Checkpointer:
         staging: "overlap": parameters and optimizer state are copied while the next forward and backward run, and the optimizer waits
             for the copy if need be. "block": everything is copied before `save` returns; for loops that change parameters otherwise.
         trainable_only: leave parameters that nothing trains out of the checkpoints, and bind these to the values left out.
+        assembled: a folder for other programs in every checkpoint, with a safetensors file of some of its tensors; the writer makes it.
         on_failure: "raise" a failed save at the next call on all ranks, or "warn" and train on. The last save's is always raised.
         on_event: called with a `SaveEvent` per save, on some thread.
         agree_timeout_s: how long ranks wait for each other in each call.
@@ -86,6 +88,7 @@ class Checkpointer:
         keep: RetentionPolicy | None = None,
         staging: Literal["overlap", "block"] = "overlap",
         trainable_only: bool = False,
+        assembled: Assembled | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
         on_event: Callable[[SaveEvent], None] | None = None,
         agree_timeout_s: float = 120.0,
@@ -124,6 +127,7 @@ class Checkpointer:
             SaverOptions(
                 staging=staging,
                 trainable_only=trainable_only,
+                assembled=assembled,
                 incarnation=incarnation,
                 versions=versions(),
             ),

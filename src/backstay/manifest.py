@@ -26,7 +26,7 @@ class FileRecord:
         num_bytes: exact size.
         chunk_bytes: size of the chunks that are hashed one by one; the last may be shorter.
         chunk_hashes: xxh3-64 of each chunk as 16 hex digits; empty for an empty file.
-        role: "trainable", "frozen", "metadata", "state" or "rng".
+        role: "trainable", "frozen", "metadata", "state", "rng" or "assembled".
     """
 
     path: str

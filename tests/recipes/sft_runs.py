@@ -1,5 +1,6 @@
 """Runs of the sft recipe on a tiny model for tests: started in new ranks, stopped at a chosen forward pass, compared bit for bit."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from backstay import Catalog
 from backstay.events import read_lines
-from backstay.recipes import sft
+from backstay.recipes import RECIPES
 from backstay.testing.ranks import run_ranks
 from backstay.testing.tiny_llm import chat, make_tokenizer, write_chats, write_tiny_llm
 from backstay.training.packing import pack
@@ -118,6 +119,7 @@ def run_sft(
     ranks: int = 1,
     stop: Stop | None = None,
     alarm: Alarm | None = None,
+    recipe: str = "sft",
     timeout_s: float = 60.0,
 ) -> list[Any]:
     """Run the recipe in new processes; returns exit statuses, or how ranks died."""
@@ -125,6 +127,7 @@ def run_sft(
     return run_ranks(
         ranks,
         sft_rank,
+        recipe,
         overrides,
         stop,
         alarm,
@@ -134,18 +137,22 @@ def run_sft(
 
 
 def sft_rank(
-    rank: int, _: int, overrides: list[str], stop: Stop | None, alarm: Alarm | None
+    rank: int, _: int, recipe: str, overrides: list[str], stop: Stop | None, alarm: Alarm | None
 ) -> int:
     """One rank of the recipe."""
+    found = RECIPES[recipe]
+    method = importlib.import_module(found.module).METHOD
     if stop is not None and stop.rank == rank:
-        sft.token_loss = partial(stopping, sft.token_loss, stop, iter(range(10**9)))
+        score = partial(stopping, method.score, stop, iter(range(10**9)))
+        method = replace(method, score=score)
     if alarm is not None:
         alarm.set(rank, out_of(overrides))
-    return run_method(sft.METHOD, overrides)
+    config = [] if recipe == "sft" else ["--config", str(found.config)]
+    return run_method(method, [*config, *overrides])
 
 
 def stopping(real: Any, stop: Stop, counter: Iterable[int], *args: Any) -> Any:
-    """A real loss, but the signal comes first when its time has come."""
+    """A real score, but the signal comes first when its time has come."""
     if next(iter(counter)) == stop.forward:
         os.kill(os.getpid(), stop.number)
     return real(*args)

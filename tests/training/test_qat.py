@@ -25,7 +25,7 @@ def round_weight(weight: Tensor, group_size: int) -> Tensor:
     """Int4, symmetric, by groups."""
     groups = weight.reshape(weight.shape[0], -1, group_size)
     scale = groups.abs().amax(-1, keepdim=True) / 7.5
-    return ((groups / scale).round().clamp(-8, 7) * scale).reshape(weight.shape)
+    return ((groups * (1 / scale)).round().clamp(-8, 7) * scale).reshape(weight.shape)
 
 
 def round_input(x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def round_input(x: Tensor) -> Tensor:
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     scale = (high - low) / 255
     zero = (-128 - (low / scale).round()).clamp(-128, 127)
-    return ((x / scale).round() + zero).clamp(-128, 127).sub(zero) * scale
+    return ((x * (1 / scale)).round() + zero).clamp(-128, 127).sub(zero) * scale
 
 
 def test_it_computes_what_is_written_out_here() -> None:

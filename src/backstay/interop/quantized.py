@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,7 +35,9 @@ def write_quantized(
         InvalidArgument: `out` exists.
         OSError: it cannot be written.
     """
-    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.prototype.safetensors.safetensors_support import (  # type: ignore[import-untyped]
+        flatten_tensor_state_dict,
+    )
 
     check_free(out)
     flat, metadata = flatten_tensor_state_dict({name: t.data for name, t in tensors.items()})
@@ -63,10 +64,13 @@ def load_quantized(path: Path) -> nn.Module:
 
     fields = read_fields(path)
     if not fields.pop("quantization_config", None):
-        raise ModelError(f"{path}: config.json has no quantization_config; expected a quantised model")
+        raise ModelError(
+            f"{path}: config.json has no quantization_config; expected a quantised model"
+        )
     try:
         with safe_open(path / WEIGHTS_NAME, framework="pt") as file:
-            flat, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+            names = [*file.keys()]
+            flat, metadata = {name: file.get_tensor(name) for name in names}, file.metadata()
         tensors, left = unflatten_tensor_state_dict(flat, metadata)
     except (SafetensorError, OSError, ValueError, TypeError, json.JSONDecodeError) as error:
         raise ModelError(f"{path / WEIGHTS_NAME}: not a quantised model: {error}") from error
@@ -87,9 +91,11 @@ def load_quantized(path: Path) -> nn.Module:
 
 def quantized_state(model: nn.Module, scheme: Any, skipped: list[str]) -> dict[str, Tensor]:
     """The state dict of a plain model with its linear layers quantised; the model is not changed."""
-    from torchao.quantization import quantize_
+    from torchao.quantization import quantize_  # type: ignore[import-untyped]
 
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in skipped}
+    layers = {
+        n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in skipped
+    }
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         owner = name.removesuffix(".weight")
@@ -102,11 +108,7 @@ def quantized_state(model: nn.Module, scheme: Any, skipped: list[str]) -> dict[s
         layer.weight = nn.Parameter(tensor.detach().clone(), requires_grad=False)
         quantize_(layer, scheme)
         found[name] = layer.weight
-    if isinstance(getattr(model, "config", None), object) and not getattr(
-        model.config, "tie_word_embeddings", False
-    ):
-        found |= {f"{n}.weight": model.state_dict()[f"{n}.weight"] for n in skipped}
+    config: Any = model.config
+    if not config.tie_word_embeddings:
+        found |= {f"{name}.weight": model.state_dict()[f"{name}.weight"] for name in skipped}
     return found
-
-
-

@@ -25,15 +25,23 @@ class Recipe:
     about: str
 
 
+SFT, DPO, KD = (f"backstay.recipes.{name}" for name in ("sft", "dpo", "kd"))
 RECIPES = {
-    "sft": Recipe(
-        "backstay.recipes.sft",
-        CONFIGS / "sft.yaml",
-        "supervised fine-tuning of a causal LM on chats, or on prompts with completions",
-    ),
-    "lora_sft": Recipe(
-        "backstay.recipes.sft",
-        CONFIGS / "lora_sft.yaml",
-        "the same, training small adapters beside the frozen model",
-    ),
+    name: Recipe(module, CONFIGS / file, about)
+    for name, module, file, about in (
+        ("sft", SFT, "sft.yaml", "fine-tune a causal LM on chats, or on prompts with completions"),
+        ("full_sft", SFT, "sft.yaml", "another name for sft"),
+        ("lora_sft", SFT, "lora_sft.yaml", "the same, training small adapters beside the model"),
+        ("qat", SFT, "qat.yaml", "the same, for a model that will be quantised"),
+        ("qat_lora", SFT, "qat_lora.yaml", "the same, with adapters"),
+        ("full_dpo", DPO, "full_dpo.yaml", "prefer chosen answers to rejected ones"),
+        (
+            "lora_dpo",
+            DPO,
+            "lora_dpo.yaml",
+            "the same, training adapters; they are off for reference",
+        ),
+        ("kd", KD, "kd.yaml", "distil a teacher into a student with the same vocabulary"),
+        ("lora_kd", KD, "lora_kd.yaml", "the same, training adapters of the student"),
+    )
 }

@@ -83,13 +83,20 @@ class Cargo:
         )
         self.files.append(source)
 
-    def commit_request(self, metadata: FileSource, events: Mapping[str, object]) -> CommitRequest:
+    def commit_request(
+        self,
+        metadata: FileSource,
+        events: Mapping[str, object],
+        recipes_place: tuple[int, int] = (0, 0),
+    ) -> CommitRequest:
         """What rank 0's writer needs to publish."""
         offset, num_bytes = self.manifest_place
         return CommitRequest(
             manifest_offset=offset,
             manifest_bytes=num_bytes,
             metadata=(metadata,),
+            recipes_offset=recipes_place[0],
+            recipes_bytes=recipes_place[1],
             events=dict(events),
         )
 

@@ -7,7 +7,7 @@ complete and the manifest inside, all durable; an attempt has one outcome, the s
 
 import posixpath
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from backstay.attempts import (
 )
 from backstay.errors import CorruptCheckpoint, SaveFailed, StepExists
 from backstay.manifest import MANIFEST_NAME, FileRecord, Manifest
+from backstay.save.assemble import Recipe, assemble
 from backstay.save.messages import FileSource
 from backstay.storage.base import Storage
 
@@ -73,12 +74,18 @@ class Publication:
         images: descriptors by image id, with the bytes of `metadata`.
         fields: of the manifest, as the trainer knows them.
         run_id: goes into the manifest.
+        recipes: of files put together from those of the ranks.
+        chunk_bytes: unit of their hashing.
+        throttle: called with a number of bytes before they are written.
     """
 
     images: Mapping[int, int]
     metadata: Sequence[FileSource]
     fields: dict[str, object]
     run_id: str
+    recipes: Sequence[Recipe] = ()
+    chunk_bytes: int = 4 << 20
+    throttle: Callable[[int], None] = lambda num_bytes: None
 
 
 def await_done(attempt: Attempt, *, world_size: int, limit_s: float) -> list[DoneRecord]:
@@ -177,8 +184,9 @@ def publish_attempt(
         write_metadata(storage, attempt, source, publication.images)
         for source in publication.metadata
     ]
+    extra = write_assembled(storage, attempt, publication)
     points.reach("commit.manifest")
-    files = [file for record in records for file in record.files] + metadata
+    files = [file for record in records for file in record.files] + metadata + extra
     manifest = make_manifest(attempt, files, publication)
     storage.put(f"{attempt.directory}/{MANIFEST_NAME}", manifest.to_json())
     for directory in directories(files):
@@ -231,6 +239,24 @@ def write_metadata(
         role=source.role,
     )
     return replace(record, path=source.path)
+
+
+def write_assembled(
+    storage: Storage, attempt: Attempt, publication: Publication
+) -> list[FileRecord]:
+    """Put files together from those that all ranks wrote."""
+    records = []
+    for recipe in publication.recipes:
+        storage.make_dir(posixpath.dirname(f"{attempt.directory}/{recipe.path}"))
+        records.append(
+            assemble(
+                attempt.root / attempt.directory,
+                recipe,
+                chunk_bytes=publication.chunk_bytes,
+                throttle=publication.throttle,
+            )
+        )
+    return records
 
 
 def make_manifest(

@@ -106,12 +106,15 @@ class CommitRequest:
         manifest_offset, manifest_bytes: JSON in the side image with the manifest's fields that the trainer knows
             (world_size, versions, metrics, tags, base, details); the writer adds step, run_id, attempt, created, files.
         metadata: DCP's `.metadata`, written after all data and before the manifest.
+        recipes_offset, recipes_bytes: `encode_recipes` of further files, in the image that holds `metadata`.
         events: fields of the telemetry event known so far, to be written to events.jsonl if the trainer is gone at commit.
     """
 
     manifest_offset: int
     manifest_bytes: int
     metadata: tuple[FileSource, ...] = ()
+    recipes_offset: int = 0
+    recipes_bytes: int = 0
     events: dict[str, object] = field(default_factory=dict)
 
 

@@ -20,6 +20,8 @@ from backstay.coordination import Coordination
 from backstay.errors import StateError
 from backstay.frames import object_frame
 from backstay.gc_pause import pause_gc
+from backstay.save.assemble import encode_recipes
+from backstay.save.assembled import Assembled, Chunk, make_recipes
 from backstay.save.compare import Shared, compare_ranks, object_keys, partial_slots
 from backstay.save.layout import Layout, file_name, make_layout, slot_bytes
 from backstay.state import (
@@ -82,6 +84,7 @@ class RankPlan:
         placements: key of optimizer state -> how it is sharded, where that differs from its parameter; only on rank 0.
         opaque: names of tensors whose class says what they hold; only on rank 0.
         num_bytes: data of all ranks together.
+        recipes: of further files, as they travel; only on rank 0.
     """
 
     layout: Layout
@@ -89,6 +92,7 @@ class RankPlan:
     placements: dict[str, list[list[Any]]] = field(default_factory=dict)
     opaque: frozenset[str] = frozenset()
     num_bytes: int = 0
+    recipes: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +135,28 @@ def make_plan(
     *,
     known_own: frozenset[str] = frozenset(),
     trainable_only: bool = False,
+    assembled: Assembled | None = None,
 ) -> Plan:
     """Plan together with all ranks.
 
     Args:
         known_own: keys and parts that differed between ranks before, and are kept apart from then on.
+        assembled: a folder to be made of what is stored; rank 0's counts.
 
     Raises:
         StateError: on all ranks, if some rank's state cannot be stored, or the ranks' states do not fit together.
     """
     with pause_gc():
-        return _make_plan(found, ranks, known_own, trainable_only)
+        return _make_plan(found, ranks, (known_own, trainable_only), assembled)
 
 
 def _make_plan(
-    found: Collected, ranks: Coordination, known_own: frozenset[str], trainable_only: bool
+    found: Collected,
+    ranks: Coordination,
+    given: tuple[frozenset[str], bool],
+    assembled: Assembled | None,
 ) -> Plan:
+    known_own, trainable_only = given
     shared = compare_ranks(found, ranks)
     own = shared.own | known_own
     local, error = None, None
@@ -162,7 +172,9 @@ def _make_plan(
     rank_plans = None
     if gathered is not None:
         try:
-            rank_plans = make_rank_plans(gathered)
+            rank_plans = make_rank_plans(gathered, assembled)
+        except StateError as caught:
+            error = caught
         except (AssertionError, RuntimeError, ValueError) as caught:
             error = StateError(f"the ranks' states do not fit together: {caught}")
     ranks.raise_together(error)
@@ -246,7 +258,9 @@ def find_placements(found: Collected) -> dict[str, list[list[Any]]]:
 # All ranks' parts together, on rank 0 ----------------------------------------------------------------------------------
 
 
-def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
+def make_rank_plans(
+    gathered: list[LocalPlan], assembled: Assembled | None = None
+) -> list[RankPlan]:
     """Deduplicate with DCP, lay out every rank's items, and build `.metadata`."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({}, is_coordinator=True)
@@ -256,15 +270,33 @@ def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
         for plan, local in zip(plans, gathered, strict=True)
     ]
     storage: dict[MetadataIndex, _StorageInfo] = {}
+    chunks: dict[str, list[Chunk]] = {}
     for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
         for item, piece in zip(plan.items, layout.pieces, strict=True):
             path = file_name(rank, piece.file)
             storage[item.index] = _StorageInfo(path, piece.offset, piece.num_bytes)
+            if assembled is not None and item.tensor_data is not None:
+                place = item.tensor_data.chunk
+                offset = piece.data_offset if piece.dtype is not None else piece.offset
+                chunks.setdefault(piece.name, []).append(
+                    Chunk(
+                        f"weights/{path}", offset, piece.dtype, (*place.offsets,), (*place.sizes,)
+                    )
+                )
     aliases: dict[str, str] = {}
     placements: dict[str, list[list[Any]]] = {}
     for local in gathered:
         aliases = local.aliases | aliases
         placements |= local.placements
+    recipes = b""
+    if assembled is not None:
+        chunks |= {name: chunks[first] for name, first in aliases.items() if first in chunks}
+        metadata_by_name = metadata.state_dict_metadata
+        shapes = {
+            name: tuple(metadata_by_name[aliases.get(name, name)].size)  # type: ignore[union-attr]
+            for name in chunks
+        }
+        recipes = encode_recipes(make_recipes(assembled, chunks, shapes))
     metadata = finish_metadata(metadata, storage, aliases)
     num_bytes = sum(layout.num_bytes for layout in layouts)
     rank_plans = [RankPlan(layout=layout, num_bytes=num_bytes) for layout in layouts]
@@ -272,6 +304,7 @@ def make_rank_plans(gathered: list[LocalPlan]) -> list[RankPlan]:
         rank_plans[0],
         metadata=pickle.dumps(metadata),
         placements=placements,
+        recipes=recipes,
         opaque=frozenset().union(*(local.opaque for local in gathered)),
     )
     return rank_plans

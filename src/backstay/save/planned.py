@@ -64,8 +64,10 @@ class PlannedImage:
         layout, metadata = plan.rank_plan.layout, plan.rank_plan.metadata
         tail = round_up(layout.file_bytes[TRAINED], PAGE_BYTES)
         self._places, self._routes = None, NO_ROUTES
-        image = self._make_room(tail + len(metadata))
+        behind = tail + round_up(len(metadata), PAGE_BYTES)
+        image = self._make_room(behind + len(plan.rank_plan.recipes))
         image.put(tail, metadata)
+        image.put(behind, plan.rank_plan.recipes)
         self._places = lay_out(image, layout, TRAINED, self.keys(plan, found))
         early = [key for key in found.tensors if key not in found.late and key not in found.frozen]
         slots = self._places.slots
@@ -109,6 +111,14 @@ class PlannedImage:
             num_bytes=len(rank_plan.metadata),
             image_id=MAIN_IMAGE,
             offset=round_up(rank_plan.layout.file_bytes[TRAINED], PAGE_BYTES),
+        )
+
+    def recipes_place(self) -> tuple[int, int]:
+        """Offset and size in the image of the recipes of further files; on rank 0."""
+        source = self.metadata_source()
+        assert self.plan is not None, "an agreed save has a plan"
+        return source.offset + round_up(source.num_bytes, PAGE_BYTES), len(
+            self.plan.rank_plan.recipes
         )
 
     def keys(self, plan: Plan, found: Collected) -> dict[str, str]:

@@ -22,6 +22,7 @@ from backstay.coordination import Coordination, Range
 from backstay.errors import BackstayError, RanksDisagree, StateError, WriterDied
 from backstay.events import SaveEvent
 from backstay.rng import encode_rng, take_rng
+from backstay.save.assembled import Assembled
 from backstay.save.cargo import Cargo, frozen_tensors
 from backstay.save.compare import hash_steady
 from backstay.save.frozen import FrozenFile, digest_frozen
@@ -47,12 +48,14 @@ class SaverOptions:
         trainable_only: leave frozen parameters out of checkpoints.
         incarnation: eight hex digits that name this run of the program; the same on all ranks.
         versions: go into manifests.
+        assembled: a folder of every checkpoint, made of what it stores.
     """
 
     staging: Literal["overlap", "block"]
     trainable_only: bool
     incarnation: str
     versions: dict[str, str]
+    assembled: Assembled | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +314,7 @@ class Saver:
             self._ranks,
             known_own=frozenset() if before is None else before.own,
             trainable_only=self._options.trainable_only,
+            assembled=self._options.assembled,
         )
         if self._options.trainable_only:
             self._base = self._fingerprint(found)
@@ -392,7 +396,9 @@ class Saver:
         cargo.load()
         commit = None
         if self._ranks.rank == 0:
-            commit = cargo.commit_request(self._planned.metadata_source(), flight.numbers)
+            commit = cargo.commit_request(
+                self._planned.metadata_source(), flight.numbers, self._planned.recipes_place()
+            )
         if cargo.frozen_image is not None:
             attach = AttachImage(image_id=FROZEN_IMAGE, num_bytes=cargo.frozen_image.num_bytes)
             self._writer.send(attach, [cargo.frozen_image.fd])

@@ -22,6 +22,7 @@ from backstay.errors import BackstayError
 from backstay.events import append_fields
 from backstay.manifest import Manifest
 from backstay.policies import RetentionPolicy
+from backstay.save.assemble import decode_recipes
 from backstay.save.channel import Channel
 from backstay.save.commit import (
     Attempt,
@@ -206,6 +207,9 @@ class Writer:
             metadata=request.metadata,
             fields=fields,
             run_id=config.run_id,
+            recipes=decode_recipes(self.read_recipes(request)),
+            chunk_bytes=config.chunk_bytes,
+            throttle=self.storage.throttle.take,
         )
         manifest, notes = publish_attempt(self.storage, attempt, records, publication)
         for text in notes:
@@ -229,6 +233,14 @@ class Writer:
                 }
             )
         self.prune(attempt)
+
+    def read_recipes(self, request: CommitRequest) -> bytes:
+        """How further files are put together; empty if there are none."""
+        if not request.recipes_bytes:
+            return b""
+        (source,) = request.metadata
+        fd = self.images[source.image_id]
+        return os.pread(fd, request.recipes_bytes, request.recipes_offset)
 
     def is_unchanged(self, manifest: Manifest) -> bool:
         """Whether the trainable files equal those of the checkpoint before, as far as that can be read."""

@@ -78,6 +78,18 @@ def write_chats(path: Path, num_samples: int, *, seed: int = 0) -> Path:
     return path
 
 
+def write_preferences(path: Path, num_pairs: int, *, seed: int = 0) -> Path:
+    """Write a JSONL file of short pairs of answers, of which the chosen one repeats what was asked for; returns it."""
+    rows = []
+    for number in range(seed * 1000, seed * 1000 + num_pairs):
+        question, chosen = chat(number)
+        rejected = chat(number + 1)[1]
+        rows.append({"prompt": question["content"], "chosen": [chosen], "rejected": [rejected]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def chat(number: int) -> list[dict[str, str]]:
     """A question and its answer."""
     words: Sequence[str] = [WORDS[(number * 7 + i) % len(WORDS)] for i in range(1 + number % 5)]

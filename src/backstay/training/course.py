@@ -20,6 +20,7 @@ from backstay.training.batches import MicroBatch, load_batches, plan_eval
 from backstay.training.job import Job, Method
 from backstay.training.metrics import Clock, memory_gb
 from backstay.training.optim import clip_gradients, rate_at, set_rate
+from backstay.training.qat import set_fake_quantization
 from backstay.training.recipe_config import RecipeConfig
 from backstay.training.runtime import Runtime, reseed
 from backstay.training.sampler import BatchShape
@@ -63,6 +64,7 @@ class Course:
         micro_batches = list(islice(self.batches, self.job.shape.num_micro_batches))
         rate = rate_at(self.step + 1, self.num_steps, self.config.optimizer)
         set_rate(self.job.optimizer, rate)
+        self.quantize_if_due()
         reseed(self.config.seed, self.step, self.run.rank)
         return micro_batches
 
@@ -95,6 +97,11 @@ class Course:
         self.step += 1
         return grad_norm
 
+    def quantize_if_due(self) -> None:
+        """Let the model compute quantised, or not yet, as its step has it."""
+        if self.config.qat.is_on:
+            set_fake_quantization(self.job.model, self.config.qat.is_active(self.step))
+
     def evaluate_if_due(self) -> dict[str, float]:
         """Means on held-out data, their names beginning with `eval_`, if it is time for it and nothing interrupts it."""
         config, extra = self.config, self.job.state.extra
@@ -106,6 +113,7 @@ class Course:
         )
         if not is_due or self.job.data.eval is None or extra["evaluated"] == self.step:
             return {}
+        self.quantize_if_due()
         means = self._measure()
         if means is None:
             return {}

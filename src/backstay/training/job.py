@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from backstay.state import TrainState
+from backstay.fingerprint import fingerprint_frozen
+from backstay.state import Collector, TrainState
 from backstay.training.batches import Collate, MicroBatch
 from backstay.training.config import to_plain
 from backstay.training.metrics import Metrics
-from backstay.training.model import ModelFiles
+from backstay.training.model import ModelConfig, ModelFiles
 from backstay.training.optim import make_optimizer
 from backstay.training.prepare import (
     TokenizedData,
@@ -24,6 +25,7 @@ from backstay.training.prepare import (
     fill_base,
     prepare_data,
     prepare_files,
+    prepare_frozen,
     prepare_model,
     prepare_sampler,
 )
@@ -31,6 +33,7 @@ from backstay.training.recipe_config import RecipeConfig
 from backstay.training.resume import Earlier, check_changes, find_earlier
 from backstay.training.runtime import Runtime, be_deterministic, reseed
 from backstay.training.sampler import BatchShape, ResumableSampler
+from backstay.training.tokens import Kind
 
 log = logging.getLogger("backstay")
 
@@ -40,11 +43,13 @@ class Job:
     """All that the loop works with.
 
     Attributes:
+        config: settings of the recipe.
         end: position of the sampler when everything has been trained on.
         earlier: what the run goes on from.
         helper: a frozen model beside the trained one, in eval mode: a reference, a teacher.
     """
 
+    config: Any
     files: ModelFiles
     data: TokenizedData
     sampler: ResumableSampler
@@ -67,17 +72,26 @@ class Helper:
     """A frozen model beside the trained one.
 
     Attributes:
-        identity: of it, by name: a resumed run must have the same.
-        build: makes it; called once the trained model is there.
+        identity: hashes of it, by name: a resumed run must have the same.
     """
 
+    model: nn.Module | None = None
     identity: Mapping[str, str] = field(default_factory=dict)
-    build: Callable[[], nn.Module | None] = lambda: None
 
 
 def no_helper(config: Any, files: ModelFiles, run: Runtime) -> Helper:
     """For methods that need no other model."""
     return Helper()
+
+
+def freeze_beside(
+    name: str, config: RecipeConfig, files: ModelFiles, model_config: ModelConfig, run: Runtime
+) -> Helper:
+    """Load a frozen model beside the trained one, under a name for messages and for its hash."""
+    model = prepare_frozen(files, model_config, parallel=config.parallel, seed=config.seed, run=run)
+    fingerprint = fingerprint_frozen(Collector(TrainState(model=model)).collect(), run.ranks)
+    log.info("%s: frozen, fingerprint %s", name, fingerprint)
+    return Helper(model, {name: fingerprint})
 
 
 @dataclass(frozen=True)
@@ -87,17 +101,17 @@ class Method:
     Attributes:
         schema: its configuration.
         loop: updates until there is nothing left or a signal says stop. The argument is a `Course`.
-        score: sums over a micro-batch by name, of which "loss" is differentiated; what is logged are means. Takes the job too.
-        prepare_data, collate: its kind of data.
-        find_helper: checks the frozen model beside the trained one.
+        score: sums over a micro-batch by name, of which "loss" is differentiated; what is logged are means.
+        kind, collate: of its data.
+        make_helper: the frozen model beside the trained one.
     """
 
     schema: type[RecipeConfig]
     loop: Callable[[Any], None]
     score: Callable[[Job, Any], dict[str, Tensor]]
-    prepare_data: Callable[..., TokenizedData] = prepare_data
+    kind: Kind = "samples"
     collate: Callable[[int], Callable[[list[Any]], Any]] = Collate
-    find_helper: Callable[[Any, ModelFiles, Runtime], Helper] = no_helper
+    make_helper: Callable[[Any, ModelFiles, Runtime], Helper] = no_helper
 
 
 def prepare(method: Method, config: RecipeConfig, run: Runtime) -> Job:
@@ -111,14 +125,14 @@ def prepare(method: Method, config: RecipeConfig, run: Runtime) -> Job:
         be_deterministic()
     files = prepare_files(config.model, config.data.pad_token, out, run)
     run.together(lambda: check_context(files, config.data.seq_len))
-    helper = method.find_helper(config, files, run)
-    data = method.prepare_data(config.data, files, out / "tokens", run)
+    data = prepare_data(config.data, files, out / "tokens", run, kind=method.kind)
     shape = BatchShape(config.batch_size, config.micro_batch_size, run.rank, run.world_size)
     sampler = run.together(
         lambda: prepare_sampler(config.data, data, seed=config.seed, shape=shape)
     )
     assert sampler is not None, "a rank without it has raised"
 
+    helper = method.make_helper(config, files, run)
     identity = {**files.identity(), **helper.identity, "data": sorted(data.names.values())}
     plain = to_plain(config)
     earlier = find_earlier(out / "checkpoints", config.resume, run.ranks)
@@ -128,7 +142,14 @@ def prepare(method: Method, config: RecipeConfig, run: Runtime) -> Job:
             log.info("changed since the checkpoint: %s", change)
 
     reseed(config.seed)
-    model = prepare_model(files, config.model, lora=config.lora, parallel=config.parallel, run=run)
+    model = prepare_model(
+        files,
+        config.model,
+        lora=config.lora,
+        parallel=config.parallel,
+        run=run,
+        qat=config.qat,
+    )
     if earlier is None or config.lora.is_on:  # checkpoints of adapters go with their base
         fill_base(model, files, seed=config.seed, run=run)
     optimizer = make_optimizer(model, config.optimizer)
@@ -142,6 +163,7 @@ def prepare(method: Method, config: RecipeConfig, run: Runtime) -> Job:
     metrics = run.together(lambda: Metrics(out, config.log, is_active=run.is_first))
     assert metrics is not None, "a rank without it has raised"
     return Job(
+        config=config,
         files=files,
         data=data,
         sampler=sampler,
@@ -156,5 +178,5 @@ def prepare(method: Method, config: RecipeConfig, run: Runtime) -> Job:
         checkpoints=out / "checkpoints",
         exports=out / "export",
         companions=out / "companions",
-        helper=helper.build(),
+        helper=helper.model,
     )

@@ -3,12 +3,13 @@
 Guarantees: base weights are never trained, merged into or otherwise touched; adapters begin with the same values on any number of ranks.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -19,9 +20,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from backstay.errors import ConfigError, ModelError
 from backstay.naming import named_parameters
+from backstay.save.assembled import Assembled
+from backstay.state import MODEL
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
+MAGNITUDE = ".lora_magnitude_vector."
 PEFT_PREFIX = "base_model.model."
 WEIGHTS_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 
@@ -39,10 +43,16 @@ class LoraConfig:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     # scale by alpha / sqrt(rank) instead
     rslora: bool = False
+    # DoRA: learn the length of each row of a weight apart from its direction
+    dora: bool = False
+    # of the adapters, whatever the base has
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
             raise ConfigError(f"lora.rank={self.rank}: expected null or a number >= 1")
+        if self.dora and self.rank is None:
+            raise ConfigError("lora.dora=true: expected lora.rank as well, found null")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout}: expected a number from 0 to below 1")
 
@@ -62,6 +72,7 @@ class LoraConfig:
             lora_dropout=self.dropout,
             target_modules=targets,
             use_rslora=self.rslora,
+            use_dora=self.dora,
             task_type="CAUSAL_LM",
         )
 
@@ -79,6 +90,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         inject_adapter_in_model(config.for_peft(), model, ADAPTER, low_cpu_mem_usage=is_meta)
     except ValueError as error:
         raise ConfigError(f"lora.targets={list(config.targets)}: {error}") from error
+    modules = dict(model.named_modules())
+    for name, parameter in adapter_parameters(model):
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+        if MAGNITUDE in name and not isinstance(modules[base_layer_of(name)], nn.Linear):
+            raise ConfigError(
+                f"lora.dora=true: {base_layer_of(name)} is a {type(modules[base_layer_of(name)]).__name__}, expected a Linear; leave it out of lora.targets"
+            )
 
 
 def is_adapter(name: str) -> bool:
@@ -94,7 +112,11 @@ def base_name(name: str) -> str:
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Give adapters the values that they begin with: A as `nn.Linear` begins, B zero, so that the model is its base (Hu et al. 2021)."""
+    parameters = named_parameters(model)
     for name, parameter in adapter_parameters(model):
+        if MAGNITUDE in name:
+            begin_magnitude(parameter, parameters[f"{base_layer_of(name)}.weight"])
+            continue
         if ".lora_B." in name:
             parameter.zero_()
             continue
@@ -104,6 +126,27 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         bound = 1 / math.sqrt(parameter.shape[1])
         whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
         put(parameter, whole)
+
+
+def base_layer_of(magnitude: str) -> str:
+    """The layer whose rows a DoRA magnitude measures, by name."""
+    return f"{magnitude.partition(MAGNITUDE)[0]}.base_layer"
+
+
+def begin_magnitude(parameter: Tensor, weight: Tensor) -> None:
+    """The length of each row of the base weight; both are sharded by rows, so that nothing has to be gathered."""
+    if isinstance(parameter, DTensor):
+        assert isinstance(weight, DTensor), "a layer is sharded as a whole"
+        assert parameter.placements == weight.placements, "FSDP2 shards all by rows"
+        parameter, weight = parameter.to_local(), weight.to_local()
+    parameter.copy_(torch.linalg.norm(weight.float(), dim=1))
+
+
+def stored_by_peft(name: str) -> str:
+    """The name that a parameter has in a peft adapter file."""
+    short = name.removesuffix(".weight") if MAGNITUDE in name else name
+    plain = f"{short}.".replace(f".{ADAPTER}.", ".").removesuffix(".")
+    return f"{PEFT_PREFIX}{plain}"
 
 
 def put(parameter: Tensor, whole: Tensor) -> None:
@@ -119,6 +162,25 @@ def put(parameter: Tensor, whole: Tensor) -> None:
         parameter.to_local().copy_(whole[part])
 
 
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters, in eval mode: what training started from."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    was_training = model.training
+    for layer in layers:
+        # Not enable_adapters(), which would also freeze the adapters.
+        layer._disable_adapters = True
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters of adapters by canonical name, in the order of the model."""
     for name, parameter in named_parameters(model).items():
@@ -132,7 +194,7 @@ def collect_adapter(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in adapter_parameters(model):
         value = parameter.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        found[f"{PEFT_PREFIX}{name.replace(f'.{ADAPTER}.', '.')}"] = whole.cpu().contiguous()
+        found[stored_by_peft(name)] = whole.cpu().contiguous()
     return found
 
 
@@ -148,10 +210,25 @@ def write_adapter(path: Path, values: dict[str, Tensor], config: LoraConfig, bas
     if not values:
         raise ModelError(f"{path}: the model has no adapters")
     path.mkdir(parents=True)
+    (path / CONFIG_NAME).write_bytes(encode_config(config, base))
+    save_file(values, path / WEIGHTS_NAME, {"format": "pt"})
+
+
+def adapter_folder(model: nn.Module, config: LoraConfig, base: str) -> Assembled:
+    """The same directory as a part of each checkpoint, made by the writer of what is stored anyway."""
+    return Assembled(
+        folder="adapter",
+        weights=WEIGHTS_NAME,
+        tensors={stored_by_peft(name): f"{MODEL}{name}" for name, _ in adapter_parameters(model)},
+        files={CONFIG_NAME: encode_config(config, base)},
+    )
+
+
+def encode_config(config: LoraConfig, base: str) -> bytes:
+    """`adapter_config.json`."""
     fields = config.for_peft().to_dict()
     fields |= {"base_model_name_or_path": base, "inference_mode": True}
     plain = {
         name: sorted(value) if isinstance(value, set) else value for name, value in fields.items()
     }
-    (path / CONFIG_NAME).write_text(json.dumps(plain, indent=1, default=str) + "\n")
-    save_file(values, path / WEIGHTS_NAME, {"format": "pt"})
+    return f"{json.dumps(plain, indent=1, default=str)}\n".encode()

@@ -25,10 +25,12 @@ from backstay.training.model import (
     open_model,
     tokenizer_hash,
 )
+from backstay.training.pairs import Pairs
 from backstay.training.parallel import ParallelConfig, check_world, make_mesh, spread
+from backstay.training.qat import QatConfig, add_fake_quantization
 from backstay.training.runtime import Runtime
 from backstay.training.sampler import BatchShape, ResumableSampler
-from backstay.training.tokens import Tokenizing, TokenStore, hash_file, make_store
+from backstay.training.tokens import Kind, Tokenizing, TokenStore, hash_file, make_store
 
 log = logging.getLogger("backstay")
 
@@ -38,12 +40,12 @@ class TokenizedData:
     """The data sets of a run.
 
     Attributes:
-        train, eval: sequences; `eval` is None if there is nothing to evaluate on.
+        train, eval: sequences, or pairs of them; `eval` is None if there is nothing to evaluate on.
         names: of the token stores, by file: they say what the content is.
     """
 
-    train: Sequences
-    eval: Sequences | None
+    train: Sequences | Pairs
+    eval: Sequences | Pairs | None
     names: dict[str, str]
 
 
@@ -64,15 +66,23 @@ def prepare_files(
     return files
 
 
-def prepare_data(config: DataConfig, files: ModelFiles, home: Path, run: Runtime) -> TokenizedData:
+def prepare_data(
+    config: DataConfig, files: ModelFiles, home: Path, run: Runtime, *, kind: Kind = "samples"
+) -> TokenizedData:
     """Tokenize all files, by rank 0 for all, or find it done.
+
+    Args:
+        kind: what a line of a file is.
 
     Raises:
         ConfigError, DataError: on all ranks.
     """
     run.together(lambda: check_data_config(config))
     how = Tokenizing(
-        seq_len=config.seq_len, too_long=config.too_long, use_template=config.use_template
+        seq_len=config.seq_len,
+        too_long=config.too_long,
+        use_template=config.use_template,
+        kind=kind,
     )
     paths = [Path(file) for file in (*config.train, *config.eval)]
 
@@ -96,12 +106,17 @@ def prepare_data(config: DataConfig, files: ModelFiles, home: Path, run: Runtime
     assert made is not None, "rank 0 has made them"
     stores = run.together(lambda: [TokenStore(path) for path in made])
     assert stores is not None, "a rank without them has raised"
-    capacity = config.seq_len if config.packing else None
+
+    def arrange(stores: list[TokenStore]) -> Sequences | Pairs:
+        if kind == "pairs":
+            return Pairs(stores)
+        return Sequences(stores, capacity=config.seq_len if config.packing else None)
+
     num_train = len(config.train)
     held_out = stores[num_train:]
     return TokenizedData(
-        train=Sequences(stores[:num_train], capacity=capacity),
-        eval=Sequences(held_out, capacity=capacity) if held_out else None,
+        train=arrange(stores[:num_train]),
+        eval=arrange(held_out) if held_out else None,
         names={str(path): store.name for path, store in zip(paths, stores, strict=True)},
     )
 
@@ -163,11 +178,14 @@ def prepare_model(
     lora: LoraConfig,
     parallel: ParallelConfig,
     run: Runtime,
+    qat: QatConfig = QatConfig(),  # noqa: B008  (frozen)
 ) -> nn.Module:
     """Build and shard a model, with adapters if wanted, its values still arbitrary."""
     run.together(lambda: check_world(parallel, run.world_size))
     model = run.together(lambda: build_model(files, config))
     assert model is not None, "a rank without it has raised"
+    if qat.is_on:  # before adapters, which compute in full precision
+        run.together(lambda: add_fake_quantization(model, qat))
     if lora.is_on:
         run.together(lambda: add_adapters(model, lora))
     spread(model, parallel, make_mesh(parallel, run.device, run.world_size))
@@ -182,10 +200,29 @@ def fill_base(model: nn.Module, files: ModelFiles, *, seed: int, run: Runtime) -
     log.info("model: %s", origin)
 
 
-def check_documents(model: nn.Module, packed: Sequence[Sequences | None], run: Runtime) -> None:
+def prepare_frozen(
+    files: ModelFiles, config: ModelConfig, *, parallel: ParallelConfig, seed: int, run: Runtime
+) -> nn.Module:
+    """A model beside the trained one: sharded like it, in eval mode, never trained, in no checkpoint.
+
+    Args:
+        seed: of random weights.
+    """
+    model = prepare_model(files, config, lora=LoraConfig(), parallel=parallel, run=run)
+    fill_base(model, files, seed=seed, run=run)
+    return model.requires_grad_(False).eval()
+
+
+def check_documents(
+    model: nn.Module, packed: Sequence[Sequences | Pairs | None], run: Runtime
+) -> None:
     """If any sequence holds several documents, see that the model keeps them apart."""
     packs = (
-        pack for each in packed if each is not None for store in each.members for pack in store
+        pack
+        for each in packed
+        if isinstance(each, Sequences)
+        for store in each.members
+        for pack in store
     )
     if any(len(pack) > 1 for pack in packs):
         check_packing(model, run.device)

@@ -18,7 +18,7 @@ from backstay.training.config import to_yaml
 from backstay.training.course import Course
 from backstay.training.exports import export_at_end, export_when_committed, wait_for_exports
 from backstay.training.job import Job, Method, prepare
-from backstay.training.lora import collect_adapter, write_adapter
+from backstay.training.lora import adapter_folder, collect_adapter, write_adapter
 from backstay.training.metrics import Clock
 from backstay.training.prepare import check_documents
 from backstay.training.recipe_config import RecipeConfig
@@ -88,6 +88,9 @@ def open_checkpointer(
         ),
         staging=ours.staging,
         trainable_only=config.lora.is_on,
+        assembled=adapter_folder(job.model, config.lora, str(job.files.weights or ""))
+        if config.lora.is_on
+        else None,
         bandwidth_bytes_per_s=ours.bandwidth_bytes_per_s,
         on_event=export_when_committed(exporter, config.export, job.checkpoints)
         if run.is_first

@@ -48,7 +48,7 @@ class QatConfig:
             ConfigError: it is not installed.
         """
         try:
-            from torchao.quantization import (
+            from torchao.quantization import (  # type: ignore[import-untyped]
                 Int8DynamicActivationIntxWeightConfig,
                 PerAxis,
                 PerGroup,
@@ -59,7 +59,8 @@ class QatConfig:
             ) from error
         if self.scheme == "int8_dynamic_int4":
             return Int8DynamicActivationIntxWeightConfig(
-                weight_dtype=torch.int4, weight_granularity=PerGroup(self.group_size)
+                weight_dtype=torch.int4,  # type: ignore[attr-defined]
+                weight_granularity=PerGroup(self.group_size),
             )
         return Int8DynamicActivationIntxWeightConfig(
             weight_dtype=torch.int8, weight_granularity=PerAxis(0)
@@ -74,7 +75,7 @@ def add_fake_quantization(model: nn.Module, config: QatConfig) -> None:
     """
     base = config.for_torchao()
     from torchao.quantization import quantize_
-    from torchao.quantization.qat import QATConfig
+    from torchao.quantization.qat import QATConfig  # type: ignore[import-untyped]
 
     layers = dict(linear_layers(model))
     check_groups(layers, config)
@@ -123,9 +124,12 @@ def merged_weight(layer: Any, adapter: str = "default") -> Tensor:
     """A new weight W + scale * B @ A of one of peft's linear layers, added in float32; a quantised W is dequantised first. Not for sharded layers."""
     weight = layer.base_layer.weight
     # Codes without their scales would swallow the difference.
-    plain = weight.dequantize() if hasattr(weight, "dequantize") and not is_plain(weight) else weight
+    plain = (
+        weight.dequantize() if hasattr(weight, "dequantize") and not is_plain(weight) else weight
+    )
     delta = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
-    return (plain.float() + layer.scaling[adapter] * delta).to(plain.dtype)
+    merged: Tensor = plain.float() + layer.scaling[adapter] * delta
+    return merged.to(plain.dtype)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from backstay.training.metrics import LogConfig
 from backstay.training.model import ModelConfig
 from backstay.training.optim import OptimizerConfig
 from backstay.training.parallel import ParallelConfig
+from backstay.training.qat import QatConfig
 from backstay.training.resume import AUTO
 
 
@@ -75,6 +76,7 @@ class RecipeConfig:
     data: DataConfig = field(default_factory=lambda: DataConfig(train=()))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    qat: QatConfig = field(default_factory=QatConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -22,6 +22,7 @@ from backstay.errors import DataError
 from backstay.training.preference_samples import read_pairs
 from backstay.training.samples import Sample, Text, read_samples, render
 
+Kind = Literal["samples", "pairs"]
 TooLong = Literal["truncate", "drop", "error"]
 BATCH = 256
 COUNTS_NAME = "counts.json"
@@ -41,7 +42,7 @@ class Tokenizing:
     seq_len: int
     too_long: TooLong
     use_template: bool
-    kind: Literal["samples", "pairs"] = "samples"
+    kind: Kind = "samples"
 
 
 @dataclass(frozen=True, kw_only=True)
