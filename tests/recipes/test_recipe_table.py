@@ -54,6 +54,7 @@ def values_for(name: str, mode: str, inputs: dict[str, Any]) -> dict[str, Any]:
 def test_resumed_is_uninterrupted(
     name: str, mode: str, inputs: dict[str, Any], tmp_path: Path
 ) -> None:
+    """P61: resume wraps the loaded adapter in a fresh one."""
     values = values_for(name, mode, inputs)
     assert run_sft(tmp_path / "whole", values, ranks=2, recipe=name) == [0, 0]
     # Two micro-batches per rank and update: between those of the fourth.

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Literal
 
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from backstay.attempts import parse_step, step_dir_name
 from backstay.coordination import Coordination
 from backstay.errors import ExportFailed
 from backstay.events import SaveEvent
 from backstay.interop.hf import Exporter, ExportOptions, export_model
+from backstay.interop.quantized import quantized_state, write_quantized
 from backstay.training.config import check_counts
+from backstay.training.qat import QatConfig, linear_layers
 
 log = logging.getLogger("backstay")
 FINAL = "final"
@@ -31,6 +34,8 @@ class ExportConfig:
     every_steps: int | None = None
     # at the end, with a link `final` to it
     at_end: bool = True
+    # of adapters at the end: also the whole model with them merged into a copy of the base
+    merged: bool = False
     # of finished exports the newest so many stay; null keeps all
     keep_last: int | None = None
     # of floating tensors; "same" is that of the trained weights
@@ -109,6 +114,25 @@ def export_at_end(
             error = caught
     ranks.raise_together(error)
     return path
+
+
+def export_quantized(source: Path, out: Path, *, qat: QatConfig, companions: Path) -> None:
+    """Quantise a finished export as training assumed; by one process, which holds the whole model.
+
+    Raises:
+        InvalidArgument: `out` exists.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    quantized = {name for name, _ in linear_layers(model)}
+    skipped = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and name not in quantized
+    ]
+    out.parent.mkdir(exist_ok=True)
+    scheme = qat.for_torchao()
+    tensors = quantized_state(model, scheme, skipped)
+    write_quantized(out, tensors, scheme=scheme, companions=companions, skipped=skipped)
 
 
 def prune_exports(home: Path, keep_last: int | None) -> None:

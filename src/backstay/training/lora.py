@@ -22,6 +22,7 @@ from backstay.errors import ConfigError, ModelError
 from backstay.naming import named_parameters
 from backstay.save.assembled import Assembled
 from backstay.state import MODEL
+from backstay.training.config import fixed
 
 ADAPTER = "default"
 ALL_LINEAR = "all-linear"
@@ -35,16 +36,16 @@ class LoraConfig:
     """Adapters instead of all weights."""
 
     # of the two matrices; null trains all weights
-    rank: int | None = None
+    rank: int | None = fixed(None)
     # the adapters' output is scaled by alpha / rank
-    alpha: float = 16.0
+    alpha: float = fixed(16.0)
     dropout: float = 0.0
     # ends of the names of linear layers; all-linear is all but the head
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    targets: tuple[str, ...] = fixed((ALL_LINEAR,))
     # scale by alpha / sqrt(rank) instead
-    rslora: bool = False
+    rslora: bool = fixed(False)
     # DoRA: learn the length of each row of a weight apart from its direction
-    dora: bool = False
+    dora: bool = fixed(False)
     # of the adapters, whatever the base has
     dtype: Literal["float32", "bfloat16"] = "float32"
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from backstay.attempts import step_dir_name
 from backstay.checkpointer import Checkpointer
 from backstay.errors import BackstayError, RankMissing
@@ -16,11 +18,17 @@ from backstay.policies import RetentionPolicy, SavePolicy
 from backstay.training.batches import load_batches
 from backstay.training.config import to_yaml
 from backstay.training.course import Course
-from backstay.training.exports import export_at_end, export_when_committed, wait_for_exports
+from backstay.training.exports import (
+    export_at_end,
+    export_quantized,
+    export_when_committed,
+    wait_for_exports,
+)
 from backstay.training.job import Job, Method, prepare
-from backstay.training.lora import adapter_folder, collect_adapter, write_adapter
+from backstay.training.lora import LoraConfig, adapter_folder, collect_adapter, write_adapter
+from backstay.training.merge import merge_into
 from backstay.training.metrics import Clock
-from backstay.training.prepare import check_documents
+from backstay.training.prepare import check_documents, prepare_model
 from backstay.training.recipe_config import RecipeConfig
 from backstay.training.runtime import BadInput, Runtime, run_recipe, take_directory
 from backstay.training.signals import STOPPED, StopSignals
@@ -162,22 +170,40 @@ def write_companions(config: RecipeConfig, job: Job) -> None:
 
 
 def export(course: Course) -> Path:
-    """Write what was trained for others: the whole model, or its adapters."""
-    config, job, ranks = course.config, course.job, course.run.ranks
+    """Write what was trained for others: the whole model, or its adapters, and if wanted the two merged."""
+    config, job, run = course.config, course.job, course.run
+    home = job.exports
     if not config.lora.is_on:
-        return export_at_end(
-            job.model,
-            job.exports,
-            course.step,
-            companions=job.companions,
-            config=config.export,
-            ranks=ranks,
-        )
-    path = job.exports / step_dir_name(course.step) / "adapter"
-    if not ranks.announce(int(path.exists())):
+        return export_whole(course, job.model, home)
+    path = home / step_dir_name(course.step) / "adapter"
+    if not run.ranks.announce(int(path.exists())):
         values = collect_adapter(job.model)
         base = str(job.files.weights or "")
+        run.together(lambda: write_adapter(path, values, config.lora, base), on_first_only=True)
+    if config.export.merged:
+        plain = prepare_model(
+            job.files, config.model, lora=LoraConfig(), parallel=config.parallel, run=run
+        )
+        run.together(lambda: merge_into(plain, job.model))
+        export_whole(course, plain, home / "merged")
+    return path
+
+
+def export_whole(course: Course, model: nn.Module, home: Path) -> Path:
+    """Write a whole model below a directory; trained for quantisation, quantised as well."""
+    config, companions = course.config, course.job.companions
+    path = export_at_end(
+        model,
+        home,
+        course.step,
+        companions=companions,
+        config=config.export,
+        ranks=course.run.ranks,
+    )
+    out = home / "quantized" / path.name
+    if config.qat.is_on and not course.run.ranks.announce(int(out.exists())):
         course.run.together(
-            lambda: write_adapter(path, values, config.lora, base), on_first_only=True
+            lambda: export_quantized(path, out, qat=config.qat, companions=companions),
+            on_first_only=True,
         )
     return path

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backstay.errors import ConfigError
-
-Scheme = Literal["int8_dynamic_int4", "int8_dynamic_int8"]
+from backstay.training.config import fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +19,11 @@ class QatConfig:
     """Training for a quantised model: all linear layers but the head."""
 
     # weights as int4 in groups, or int8 per row; inputs as int8 per token. null: off
-    scheme: Scheme | None = None
+    scheme: Literal["int8_dynamic_int4", "int8_dynamic_int8"] | None = fixed(None)
     # of int4 weights that share a scale
-    group_size: int = 32
+    group_size: int = fixed(32)
     # updates before it begins
-    start_step: int = 0
+    start_step: int = fixed(0)
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
