@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from backstay.load.restore import restore as restore
     from backstay.policies import RetentionPolicy as RetentionPolicy
     from backstay.policies import SavePolicy as SavePolicy
+    from backstay.save.assembled import Assembled as Assembled
     from backstay.save.pending import PendingCheckpoint as PendingCheckpoint
     from backstay.state import PerRank as PerRank
     from backstay.state import TrainState as TrainState
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Assembled": "backstay.save.assembled",
     "Catalog": "backstay.catalog",
     "Checkpointer": "backstay.checkpointer",
     "PendingCheckpoint": "backstay.save.pending",
@@ -32,6 +34,7 @@ _HOME = {
     "restore": "backstay.load.restore",
 }
 __all__ = [  # noqa: F822, RUF100
+    "Assembled",
     "Catalog",
     "Checkpointer",
     "PendingCheckpoint",
