@@ -12,6 +12,7 @@ from sft_runs import TOKENIZER, make_inputs, run_sft
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from backstay.interop.quantized import load_quantized
 from backstay.testing.tiny_llm import write_tiny_llm
 from backstay.training.lora import LoraConfig, add_adapters
 from backstay.training.merge import merge_into
@@ -57,6 +58,22 @@ def test_merged_answers_as_the_adapters_do(
     found = logits_in_new_process(out / "export" / "merged" / "final", tmp_path)
     assert (found - expected).abs().max() < BOUND
     assert (found - plain_logits).abs().max() > 100 * BOUND, "the adapters do something"
+
+
+def test_a_quantised_model_keeps_what_was_merged(finished: tuple[Path, Path, str]) -> None:
+    """P66: LoRA merged into a still-quantised base disappears."""
+    home, out, name = finished
+    if name != "qat":
+        assert not (out / "export" / "merged" / "quantized").exists()
+        return
+    (folder,) = (out / "export" / "merged" / "quantized").glob("step-*")
+    quantized = load_quantized(folder)(IDS).logits
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(path).eval()(IDS).logits
+        for path in (out / "export" / "merged" / "final", home)
+    )
+    rounding = (quantized - merged).abs().max()
+    assert 0 < rounding < (merged - base).abs().max() / 4
 
 
 def logits_in_new_process(model: Path, tmp_path: Path) -> Tensor:

@@ -15,6 +15,10 @@ from sft_runs import BASE, Alarm, final_state, make_inputs, records, run_sft
 
 from backstay import Catalog
 from backstay.events import read_lines
+from backstay.recipes import sft
+from backstay.testing.ranks import run_ranks
+from backstay.training.course import Course
+from backstay.training.program import run_method
 from backstay.training.signals import STOPPED
 
 NUM_STEPS = 40
@@ -52,6 +56,35 @@ def test_kills_at_random_moments_change_nothing(
             num_kills += not is_done
         assert final_state(out) == final_state(reference)
         assert records(out) == records(reference)
+
+
+def test_a_step_that_was_saved_was_logged(
+    untouched: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    _, values = untouched
+    out = tmp_path / "out"
+    overrides = [f"{key}={value}" for key, value in {**BASE, **values, "out": out}.items()]
+    assert run_ranks(1, dying_rank, overrides, timeout_s=60.0, allow_death=[0]) == [
+        "killed by signal 9"
+    ]
+    assert max(entry.step for entry in Catalog(out / "checkpoints").list()) == 4
+    assert max(records(out)) == 4
+    assert run_sft(out, {**values, "max_steps": 6}) == [0]
+    assert sorted(records(out)) == [*range(1, 7)]
+
+
+def dying_rank(_: int, __: int, overrides: list[str]) -> int:
+    """One rank that dies as soon as step 4 is committed."""
+    real = Course.save_if_due
+
+    def save_and_die(course: Course, scores: dict[str, float]) -> None:
+        real(course, scores)
+        if course.step == 4:
+            course.checkpointer.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Course.save_if_due = save_and_die  # type: ignore[method-assign]
+    return run_method(sft.METHOD, overrides)
 
 
 def start(out: Path, values: dict[str, Any]) -> subprocess.Popen[bytes]:

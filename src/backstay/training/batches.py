@@ -6,8 +6,8 @@ group but concern the trainer alone; reading ahead moves no position.
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -68,22 +68,20 @@ class MicroBatch:
     num_tokens: int
     sample_ids: tuple[int, ...]
 
-    def to(self, device: torch.device) -> "MicroBatch":
+    def to(self, device: torch.device) -> Self:
         """The same on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "MicroBatch":
+    def pinned(self) -> Self:
         """The same in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        return replace(
-            self,
-            ids=fn(self.ids),
-            positions=fn(self.positions),
-            targets=fn(self.targets),
-            kept=fn(self.kept),
-        )
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors: dict[str, Any] = {
+            name: fn(value) for name, value in values.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -185,16 +183,8 @@ def is_pack(positions: Tensor) -> bool:
     return int(positions[-1]) != len(positions) - 1
 
 
-class Batch(Protocol):
-    """Of any kind that can be put into page-locked memory."""
-
-    def pinned(self) -> Self:
-        """The same there."""
-        ...
-
-
 UnitT = TypeVar("UnitT")
-BatchT = TypeVar("BatchT", bound=Batch)
+BatchT = TypeVar("BatchT", bound=MicroBatch)
 
 
 def load_batches(

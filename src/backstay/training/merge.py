@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from backstay.errors import ModelError
 from backstay.naming import named_parameters
+from backstay.state import local_tensor
 from backstay.training.lora import ADAPTER, base_name
 
 
@@ -38,7 +39,9 @@ def merge_into(plain: nn.Module, trained: nn.Module) -> None:
         if target is None:
             raise ModelError(f"{base_name(name)}: expected in the merged model, which lacks it")
         layer = deltas.get(id(weight))
-        local(target).copy_(local(weight) if layer is None else merged_rows(weight, layer))
+        local_tensor(target).copy_(
+            local_tensor(weight) if layer is None else merged_rows(weight, layer)
+        )
     copy_buffers(plain, trained)
 
 
@@ -56,7 +59,7 @@ def merged_rows(weight: Tensor, layer: Any) -> Tensor:
     first, second = (whole(each[ADAPTER].weight) for each in (layer.lora_A, layer.lora_B))
     rows = rows_of(weight)
     delta = layer.scaling[ADAPTER] * (second[rows].float() @ first.float())
-    merged: Tensor = local(weight).float() + delta
+    merged: Tensor = local_tensor(weight).float() + delta
     if ADAPTER in getattr(layer, "lora_magnitude_vector", {}):  # DoRA: its length is learnt apart
         magnitude = whole(layer.lora_magnitude_vector[ADAPTER].weight)[rows].float()
         merged = merged * (magnitude / merged.norm(dim=1))[:, None]
@@ -86,11 +89,6 @@ def copy_buffers(plain: nn.Module, trained: nn.Module) -> None:
     for name, buffer in plain.named_buffers():
         if name in values:
             buffer.copy_(values[name])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

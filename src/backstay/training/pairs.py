@@ -1,57 +1,28 @@
 """Pairs of sequences, a chosen and a rejected one: token stores of pairs in, batches for preference optimisation out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from backstay.training.batches import Collate, Row, Sequences
+from backstay.training.batches import Collate, MicroBatch, Row, Sequences
 from backstay.training.sampler import NO_SAMPLE
 from backstay.training.tokens import TokenStore
 
 
 @dataclass(frozen=True)
-class PairBatch:
+class PairBatch(MicroBatch):
     """What one rank computes at a time: the rows of all chosen sequences, then those of all rejected ones.
 
+    `num_targets` is the number of pairs, without those that only fill up; `sample_ids` says which pairs these are.
+
     Attributes:
-        ids, positions: (2 pairs, length), see `MicroBatch`.
-        targets: (2 pairs, kept) next tokens at the kept places, `IGNORED` outside the answers.
-        kept: (kept,) places along the length where any row has a target.
         weights: (pairs,) in float32, 0 for what only fills up the last batch, else 1.
-        num_targets: number of pairs, without those that only fill up: what the loss is divided by.
-        num_tokens: number of tokens that are no padding, of both sides.
-        sample_ids: which pairs these are, as the sampler counts.
     """
 
-    ids: Tensor
-    positions: Tensor
-    targets: Tensor
-    kept: Tensor
     weights: Tensor
-    num_targets: int
-    num_tokens: int
-    sample_ids: tuple[int, ...]
-
-    def to(self, device: torch.device) -> "PairBatch":
-        """The same on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "PairBatch":
-        """The same in page-locked memory, for asynchronous copies to a GPU."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> "PairBatch":
-        return replace(
-            self,
-            ids=fn(self.ids),
-            positions=fn(self.positions),
-            targets=fn(self.targets),
-            kept=fn(self.kept),
-            weights=fn(self.weights),
-        )
 
 
 class Pairs(Dataset[tuple[Row, Row]]):
@@ -105,8 +76,8 @@ class CollatePairs:
             positions=rows.positions,
             targets=rows.targets,
             kept=rows.kept,
-            weights=torch.tensor(is_real, dtype=torch.float32),
             num_targets=sum(is_real),
             num_tokens=rows.num_tokens,
             sample_ids=sample_ids,
+            weights=torch.tensor(is_real, dtype=torch.float32),
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from backstay.errors import ConfigError
 from backstay.training.config import fixed
@@ -116,21 +116,3 @@ def set_fake_quantization(model: nn.Module, is_on: bool) -> None:
         if isinstance(layer, FakeQuantizedLinear):
             layer.activation_fake_quantizer.enabled = is_on
             layer.weight_fake_quantizer.enabled = is_on
-
-
-@torch.no_grad()
-def merged_weight(layer: Any, adapter: str = "default") -> Tensor:
-    """A new weight W + scale * B @ A of one of peft's linear layers, added in float32; a quantised W is dequantised first. Not for sharded layers."""
-    weight = layer.base_layer.weight
-    # Codes without their scales would swallow the difference.
-    plain = (
-        weight.dequantize() if hasattr(weight, "dequantize") and not is_plain(weight) else weight
-    )
-    delta = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
-    merged: Tensor = plain.float() + layer.scaling[adapter] * delta
-    return merged.to(plain.dtype)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no subclass."""
-    return type(tensor) in (Tensor, nn.Parameter)
