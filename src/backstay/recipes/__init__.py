@@ -31,17 +31,17 @@ RECIPES = {
     for name, module, file, about in (
         ("sft", SFT, "sft.yaml", "fine-tune a causal LM on chats, or on prompts with completions"),
         ("full_sft", SFT, "sft.yaml", "another name for sft"),
-        ("lora_sft", SFT, "lora_sft.yaml", "the same, training small adapters beside the model"),
-        ("qat", SFT, "qat.yaml", "the same, for a model that will be quantised"),
-        ("qat_lora", SFT, "qat_lora.yaml", "the same, with adapters"),
+        ("lora_sft", SFT, "lora_sft.yaml", "sft of small adapters beside the frozen model"),
+        ("qat", SFT, "qat.yaml", "sft of a model that will be quantised"),
+        ("qat_lora", SFT, "qat_lora.yaml", "sft of adapters beside a quantised base"),
         ("full_dpo", DPO, "full_dpo.yaml", "prefer chosen answers to rejected ones"),
         (
             "lora_dpo",
             DPO,
             "lora_dpo.yaml",
-            "the same, training adapters; they are off for reference",
+            "full_dpo of adapters, which are off for reference",
         ),
         ("kd", KD, "kd.yaml", "distil a teacher into a student with the same vocabulary"),
-        ("lora_kd", KD, "lora_kd.yaml", "the same, training adapters of the student"),
+        ("lora_kd", KD, "lora_kd.yaml", "kd of adapters of the student"),
     )
 }

@@ -185,7 +185,7 @@ def export(course: Course) -> Path:
             job.files, config.model, lora=LoraConfig(), parallel=config.parallel, run=run
         )
         run.together(lambda: merge_into(plain, job.model))
-        export_whole(course, plain, home / "merged")
+        job.metrics.say(f"merged as {export_whole(course, plain, home / 'merged')}")
     return path
 
 
